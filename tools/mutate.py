@@ -128,7 +128,8 @@ class Reach:
         self.seconds = seconds
 
     def tests_of(self, file: str, line: int, limit: float) -> list[str]:
-        """The quickest tests first, a function at a time by turns, `limit` seconds of them.
+        """The quickest tests first, a function at a time by turns, `limit` seconds of them: those of the file's room,
+        which have half of that time, its own before others, then those of other rooms.
 
         A line that only other processes reach (ranks), or the import, has the tests of its room."""
         tests = self.lines.get(file, {}).get(str(line)) or self._of_room(file)
@@ -136,23 +137,36 @@ class Reach:
         for test in sorted(tests, key=lambda test: self.seconds.get(test, 0.0)):
             functions[test.partition("[")[0]].append(test)
         turns = [(turn, test) for cases in functions.values() for turn, test in enumerate(cases)]
+        order = sorted((_far(file, test), turn, self.seconds.get(test, 0.0), test) for turn, test in turns)
         chosen: list[str] = []
         total = 0.0
-        for _, test in sorted(turns, key=lambda one: (one[0], self.seconds.get(one[1], 0.0))):
-            total += self.seconds.get(test, 0.0)
-            if total > limit and chosen:
-                break
-            chosen.append(test)
+        for far, _, seconds, test in order:
+            if not chosen or total + seconds <= (limit if far > 1 else limit / 2):
+                total += seconds
+                chosen.append(test)
         return chosen
 
     def _of_room(self, file: str) -> list[str]:
         room = Path(file).parent
         while room.parts:
-            folder = str(Path("tests", *(part for part in room.parts if part != "ringopt")))
+            folder = _mirror(room)
             if found := [test for test in self.seconds if test.startswith(f"{folder}/")]:
                 return found
             room = room.parent
         return list(self.seconds)
+
+
+def _mirror(room: Path) -> str:
+    """The folder with the tests of a room."""
+    return str(Path("tests", *(part for part in room.parts if part != "ringopt")))
+
+
+def _far(file: str, test: str) -> int:
+    """How far a test stands from a file: 0 for the one that has its name, 1 within its room."""
+    path = Path(test.partition("::")[0])
+    if not path.is_relative_to(_mirror(Path(file).parent)):
+        return 2
+    return int(path.stem != f"test_{Path(file).stem}")
 
 
 def _reach(copy: Path, kept: Path, tests: Sequence[str]) -> Reach:

@@ -73,7 +73,10 @@ def row_of(
                 (theirs,) = as_ranks(1, alone, trial, inner, timeout=longest)
         except LabError as error:
             row["failed"] = str(error)
+        backends = {"ring": "ring"} | ({"plain": inner} if theirs["error"] is not None else {})
+        (seconds,) = as_ranks(1, by_turns, trial, backends, timeout=longest)
         found = as_ranks(ranks, over_ranks, trial, timeout=longest)
+    row |= {f"{who}_seconds": seconds.get(who) for who in ("ring", "plain")}
     row |= {f"{who}_{key}": value for who, one in (("ring", ours), ("plain", theirs)) for key, value in one.items()}
     slowest = {key: max(one[key] for one in found) for key in (*(f"{way}_seconds" for way in WAYS), "states_error")}
     most = {key: max(one[key] or 0 for one in found) or None for key in ("states_bytes", "gathered_bytes")}
@@ -85,10 +88,22 @@ def row_of(
 
 # ---- one process -----------------------------------------------------------------------------------------------------
 def alone(_rank: int, _ranks: int, trial: Trial, backend: str) -> dict[str, Any]:
-    """Seconds of the first call and of a step, nodes of the graphs, bytes, and the error. Nothing is in a cache."""
+    """Seconds of the first call, nodes of the graphs, bytes, and the error. Nothing is in a cache."""
     torch.set_num_threads(1)
     with cache_of(trial, backend):
         return measured(trial, backend)
+
+
+def by_turns(_rank: int, _ranks: int, trial: Trial, backends: dict[str, str]) -> dict[str, float]:
+    """Seconds of a step of each, one after the other in one process, with what Inductor has in its caches: beside
+    each other in time, for a machine is not as fast in every minute."""
+    torch.set_num_threads(1)
+    steps = dict[str, Step]()
+    for who, backend in backends.items():
+        with cache_of(trial, backend):
+            steps[who] = step_of(trial, backend)
+            steps[who]()
+    return interleaved(steps, trial.repeats)
 
 
 def cache_of(trial: Trial, backend: str) -> AbstractContextManager[Any]:
@@ -99,20 +114,21 @@ def cache_of(trial: Trial, backend: str) -> AbstractContextManager[Any]:
 def measured(trial: Trial, backend: str) -> dict[str, Any]:
     """The same, with what Inductor has in its cache."""
     torch.compiler.reset()
-    model, x = drawn(trial)
-    leaves = [x.requires_grad_(), *model.parameters()]
-    run = ring(model, trial.inner) if backend == "ring" else torch.compile(model, backend=backend)
-
-    def step() -> list[Tensor]:
-        return numbers(run, (x,), leaves)
-
+    step = step_of(trial, backend)
     begin = time.perf_counter()
     with counted() as nodes:
         found = step()
     compiled = time.perf_counter() - begin
     error = distance(found, torch.load(trial.right))
-    seconds = interleaved({backend: step}, trial.repeats)[backend]
-    return {"compile": compiled, "seconds": seconds, "bytes": peak(step), "error": error, **nodes}
+    return {"compile": compiled, "bytes": peak(step), "error": error, **nodes}
+
+
+def step_of(trial: Trial, backend: str) -> Step:
+    """The layer forward and backward on one process."""
+    model, x = drawn(trial)
+    leaves = [x.requires_grad_(), *model.parameters()]
+    run = ring(model, trial.inner) if backend == "ring" else torch.compile(model, backend=backend)
+    return lambda: numbers(run, (x,), leaves)
 
 
 def ring(model: nn.Module, inner: str, **options: Any) -> Any:
