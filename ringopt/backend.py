@@ -16,9 +16,10 @@ import torch.fx as fx
 
 from ringopt.distributed.consistency import digest
 from ringopt.drivers.announce import announce, heard_once, log_report, raise_or_warn
-from ringopt.drivers.compile import Run, in_order, mesh_for, transform, warn_of_limit
+from ringopt.drivers.compile import Run, for_these_sizes, in_order, mesh_for, transform, warn_of_limit
 from ringopt.drivers.reference import reference
 from ringopt.drivers.teach_dynamo import teach_dynamo
+from ringopt.errors import first_line
 from ringopt.frontend.data_sizes.assertions import Asserted, take_assertions
 from ringopt.frontend.data_sizes.gradients import gradients_where_taken, take_conditions
 from ringopt.frontend.data_sizes.traced_again import (
@@ -27,6 +28,7 @@ from ringopt.frontend.data_sizes.traced_again import (
     trace_with_sizes,
     traces_sizes,
 )
+from ringopt.frontend.dynamic_shapes import shape_env_of, specialize
 from ringopt.frontend.higher_order.associative_scan import (
     keeps_associative_scans,
     trace_as_written,
@@ -50,6 +52,7 @@ from ringopt.runtime.verify_nodes import NodeCheck
 from ringopt.tensor.lazy import Lazy
 from ringopt.torch_compat import inductor
 from ringopt.torch_compat.autograd import unseen
+from ringopt.torch_compat.symbolic_shapes import GuardOnDataDependentSymNode
 
 log = logger(__name__)
 
@@ -93,9 +96,10 @@ def ring(
     mesh.stands(call_of("compiles a graph", called_with, given, operators), publish=True)
     original = Original(gm, names) if chosen.verify else None
 
-    def make(inputs: Sequence[Any], anew: bool) -> Made:
+    def make(inputs: Sequence[Any], anew: bool, why: str = "") -> Made:
         with unseen():
             made = transform(gm, inputs, chosen, mesh, anew)
+        made = for_these_sizes(made, why) if why else made
         if made.graph is None and not anew:
             trace_as_written()
             trace_with_breaks(gm)
@@ -104,9 +108,16 @@ def ring(
         if not anew:
             warn_of_limit(made.report, chosen)
         flat = made.graph
-        with left_open(gm):
-            compiler = partial(inner, options=chosen, mode=mode, budget=made.budget)
-            run = in_order(gm if flat is None else flat, made.order, made.examples(inputs), compiler)
+        try:
+            with left_open(gm):
+                compiler = partial(inner, options=chosen, mode=mode, budget=made.budget)
+                run = in_order(gm if flat is None else flat, made.order, made.examples(inputs), compiler)
+        except GuardOnDataDependentSymNode as problem:  # on all ranks: their rows are an open number to it
+            if why or anew or flat is None or shape_env_of(gm) is None:
+                raise
+            specialize(gm)
+            _reports.pop()
+            return make(inputs, anew, f"the compiler behind ringopt asks for a number: {first_line(problem)}")
         if made.left or any(isinstance(x, Lazy) for x in inputs):
             run = Boundary(run, made.given, made.left, made.symbols)
         if made.program is not None and made.order is not None and mesh.size > 1:

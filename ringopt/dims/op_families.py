@@ -40,6 +40,7 @@ ELEMENTWISE = frozenset(
 # ---- products and what surrounds them --------------------------------------------------------------------------------
 MATRIX_PRODUCTS = ("matmul", "mm", "bmm")
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
+TRANSPOSED_CONVOLUTIONS = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 TRANSFORMS = ("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft")  # along one dim
 RUNNING = ("cumprod", "logcumsumexp")  # as cumsum, which has rules of its own
 SAFE_SOFTMAXES = ("_safe_softmax",)  # rows that are hidden whole are zeros, not NaN

@@ -7,7 +7,7 @@ from math import prod
 import torch
 import torch.fx as fx
 
-from ringopt.dims.op_families import CONVOLUTIONS, PADS, SOFTMAXES, TRANSFORMS
+from ringopt.dims.op_families import CONVOLUTIONS, PADS, SOFTMAXES, TRANSFORMS, TRANSPOSED_CONVOLUTIONS
 from ringopt.dims.rule import Rule, RuleOf, aligned, pointwise, same_dims
 from ringopt.ir.nodes import argument, is_tensor, op_name, shape_of, tensor_args
 from ringopt.torch_compat.schema import overload_name
@@ -174,10 +174,11 @@ REDUCTIONS: dict[str, RuleOf] = {
 LAYERS: dict[str, RuleOf] = {
     **dict.fromkeys(("layer_norm", "rms_norm"), last_dims(1)),
     "batch_norm": batch_norm,
-    **dict.fromkeys(("group_norm", "instance_norm", *CONVOLUTIONS), by_sample),
+    **dict.fromkeys(("group_norm", "instance_norm", *CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS), by_sample),
     "prelu": prelu,
     **dict.fromkeys(("avg_pool1d", "max_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d"), pooling(1)),
     **dict.fromkeys(("upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d"), pooling(1)),
     **dict.fromkeys(("_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d"), pooling(2)),
     **dict.fromkeys(("avg_pool2d", "max_pool2d", "adaptive_avg_pool2d", "upsample_nearest2d"), pooling(2)),
+    **dict.fromkeys(("avg_pool3d", "max_pool3d", "adaptive_avg_pool3d", "upsample_nearest3d"), pooling(3)),
 }

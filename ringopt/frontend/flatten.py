@@ -45,6 +45,12 @@ CONTEXTS: dict[str, Callable[..., Any]] = {
 CHECKPOINT, CUSTOM, NESTED = "tag_activation_checkpoint", "autograd_function_apply", "invoke_subgraph"
 INLINE = (*CONTEXTS, CHECKPOINT, CUSTOM, NESTED)
 
+# Functions of torch that take two numbers as well, of which they make a tensor; operators do not.
+OF_NUMBERS = frozenset(
+    (torch.add, torch.sub, torch.subtract, torch.mul, torch.multiply, torch.div, torch.divide, torch.true_divide,
+     torch.floor_divide)
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Custom:
@@ -90,6 +96,14 @@ def summed_to(gradient: Tensor, shape: torch.Size) -> Tensor:
     return gradient.sum(spread, keepdim=True) if spread else gradient
 
 
+def as_tensor(number: Any) -> Tensor:
+    """What stands for it where it meets another number: a constant, of which a size can be made."""
+    floats = isinstance(number, (float, torch.SymFloat))
+    kind = torch.get_default_dtype() if floats else torch.bool if isinstance(number, bool) else torch.int64
+    made = torch.tensor if isinstance(number, (int, float)) else torch.scalar_tensor
+    return made(number, dtype=kind)
+
+
 @dataclass
 class Book:
     """What is noted of one graph while it is flattened. `inputs`: their memory."""
@@ -121,6 +135,8 @@ class Flatten(fx.Interpreter):
             return vmapped(target, args) or self.run_whole(target, args, kwargs)
         if target is GET_DATA:
             return args[0].detach()  # x.data, which the tracer would take for a constant
+        if target in OF_NUMBERS and isinstance(args[0] if args else None, (int, float, torch.SymInt, torch.SymFloat)):
+            args = (as_tensor(args[0]), *args[1:])
         if target is ENTER_INFERENCE_MODE:
             return torch.set_grad_enabled(not args[0])  # this the tracer notes
         if target is EXIT_INFERENCE_MODE:

@@ -96,7 +96,22 @@ def same(one: Any, other: Any) -> bool:
 
 def divides(size: Any, whole: Any) -> bool:
     """Whether `size` provably divides `whole` for all values of their symbols."""
-    return same(whole % size, 0)
+    return same(whole % size, 0) or _is_multiple(formula(whole), formula(size))
+
+
+def _is_multiple(whole: Any, size: Any) -> bool:
+    """By a division of polynomials whose quotient has whole coefficients; a function (a floor) counts as a symbol:
+
+    4 * ((n - 1) // 2) + 4  =  4 * ((n - 1) // 2 + 1)"""
+    one, other = map(sympy.sympify, (whole, size))
+    parts = one.atoms(sympy.Function) | other.atoms(sympy.Function)
+    functions = {part: sympy.Dummy(integer=True) for part in parts if part.is_integer}
+    one, other = one.xreplace(functions), other.xreplace(functions)
+    symbols = one.free_symbols | other.free_symbols
+    if not symbols or not all(each.is_polynomial(*symbols) for each in (one, other)):
+        return False
+    quotient, rest = sympy.Poly(one, *symbols, domain="QQ").div(sympy.Poly(other, *symbols, domain="QQ"))
+    return bool(rest.is_zero and all(number.is_Integer for number in quotient.coeffs()))
 
 
 def place_of(index: Any, size: Any) -> Any:

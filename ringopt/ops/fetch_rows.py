@@ -10,8 +10,9 @@ What a rank wants is one of five forms, and numbers (which are arguments, not te
                         slices, shifts, rolls, flips, padding
     take a s c ...      the same rows on every rank
     apart n s a         another sequence of n rows: row i of this one is row a + i * s of it, in between are zeros
-    halo n s a w        for each chunk of n outputs the rows that windows of w rows see, window i beginning at i * s + a
-    edges n s a w       of a halo the rows that a rank has not; of its own it gives those alone that others want, or
+    halo n s a w (d)    for each chunk of n outputs the rows that windows of w rows see, window i beginning at
+                        (i * s + a) // d; without d at i * s + a
+    edges n s a w (d)   of a halo the rows that a rank has not; of its own it gives those alone that others want, or
                         one that nobody does: no compiler may think that nothing is given
 
 Only rows that are not where they are wanted travel, point to point, as bytes. Each rank works out who sends what from
@@ -46,14 +47,14 @@ WINDOWS = ("halo", "edges")
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which rows each rank wants, as above. `pieces` of a halo, or its edges, is its one (n, s, a, w)."""
+    """Which rows each rank wants, as above. `pieces` of a halo, or its edges, is its one (n, s, a, w) or (n, s, a, w, d)."""
 
     form: str
     pieces: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, form: str, numbers: Sequence[int]) -> Wanted:
-        width = 4 if form in WINDOWS else 3
+        width = len(numbers) if form in WINDOWS else 3
         return cls(form, tuple(tuple(numbers[i : i + width]) for i in range(0, len(numbers), width)))
 
     @property
@@ -72,10 +73,15 @@ class Wanted:
 
     def ranges(self, layout: str, ranks: int, rank: int) -> list[range]:
         """The windows' rows of each chunk of a halo, in the order of the local tensor; chunks are not joined."""
-        ((length, stride, start, width),) = self.pieces
-        plan = layout_of(layout, length, ranks)
-        edges = [(plan.edge(chunk), plan.edge(chunk + 1)) for chunk in plan.chunks(rank)]
-        return [range(a * stride + start, (b - 1) * stride + start + width) for a, b in edges if a < b]
+        _length, stride, start, width, apart = (*self.pieces[0], 1)[:5]
+        chunks = [(chunk[0] * stride + start, chunk[-1] * stride + start) for chunk in self.chunks(layout, ranks, rank)]
+        return [range(first // apart, last // apart + width) for first, last in chunks]
+
+    def chunks(self, layout: str, ranks: int, rank: int) -> list[range]:
+        """The chunks of a rank, of what the windows of a halo make; none is empty."""
+        plan = layout_of(layout, self.pieces[0][0], ranks)
+        edges = [range(plan.edge(chunk), plan.edge(chunk + 1)) for chunk in plan.chunks(rank)]
+        return [rows for rows in edges if len(rows)]
 
     def rows(self, layout: str, ranks: int) -> list[Tensor]:
         """The rows that each rank wants, in order; those below 0 or past the end are zeros."""
@@ -109,9 +115,9 @@ def apart(length: int, stride: int, start: int) -> Wanted:
     return Wanted("apart", ((length, stride, start),))
 
 
-def window_rows(length: int, stride: int, start: int, width: int) -> Wanted:
-    """What `length` windows see: window i the `width` rows from i * stride + start on."""
-    return Wanted("halo", ((length, stride, start, width),))
+def window_rows(length: int, stride: int, start: int, width: int, apart: int = 1) -> Wanted:
+    """What `length` windows see: window i the `width` rows from (i * stride + start) // apart on."""
+    return Wanted("halo", ((length, stride, start, width, *([apart] if apart > 1 else [])),))
 
 
 def held(layout: Layout, rank: int) -> Tensor:

@@ -13,7 +13,9 @@ from ringopt.context_parallel.geometry.dilation import is_dilated
 from ringopt.context_parallel.geometry.parse import pattern_of
 from ringopt.context_parallel.plan.head_exchange import HeadExchange
 from ringopt.cost.simulate import flops_of, pairs_of
+from ringopt.dims.op_families import TRANSPOSED_CONVOLUTIONS
 from ringopt.dims.products import is_counted, summed
+from ringopt.ir.nodes import op_name
 from ringopt.ops.picked_sizes import picked_evenly
 from ringopt.ops.scan_sizes import affine_of, graphs_run, stages_of, step_of
 from ringopt.ops.sized_call import Operand, SizedCall
@@ -95,6 +97,8 @@ def picked_back(call: SizedCall) -> int:
 # ---- scans -----------------------------------------------------------------------------------------------------------
 def product(node: fx.Node, call: SizedCall) -> int:
     """FLOPs of an operator of ATen; 0 for what is no product."""
+    if op_name(node) in TRANSPOSED_CONVOLUTIONS:  # each row goes into several
+        return 2 * call["input"].count * int(call["weight"].count_from(1))
     if not is_counted(node):
         return 0
     operand, first = summed(node)

@@ -16,14 +16,14 @@ import torch.fx as fx
 
 from ringopt.context_parallel.geometry.layouts import chunks_per_rank
 from ringopt.dims.contraction_rules import PRODUCTS
-from ringopt.dims.op_families import CONVOLUTIONS
+from ringopt.dims.op_families import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
 from ringopt.ir.memory import line
 from ringopt.ir.nodes import named, op_name, outputs_of
 from ringopt.ir.placement import Layouts, Sharded
 from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.ops import operators
 
-WEIGHTY = frozenset((*PRODUCTS, *CONVOLUTIONS))
+WEIGHTY = frozenset((*PRODUCTS, *CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS))
 
 
 def worth_cutting(

@@ -33,8 +33,6 @@ TABLES = {
 # Names of a family that a table has alone, and why the others do not belong there.
 ALONE = {
     ("dims.undone_views", "slice"),  # narrow is made a slice before (functionalize.part_by_part)
-    ("sharding.registry", "conv1d"),  # halos of two dims at most
-    ("sharding.registry", "conv2d"),
 }
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from ringopt.frontend.capture import capture
 from ringopt.ir.nodes import op_name, readable_name
 from ringopt.ir.refusal import GraphRefused
-from tests.harness.capturing import assert_same
+from tests.harness.capturing import after, assert_same
 from tests.harness.models import MODELS, build
 from tests.harness.translation import captured
 
@@ -80,3 +80,27 @@ def test_sizes_become_numbers():
 )
 def test_inputs_have_readable_names(dynamo, said):
     assert readable_name(dynamo) == said
+
+
+NUMBERS = {
+    "whole": lambda n: torch.div(n, 8, rounding_mode="trunc") - 1,
+    "a quotient": lambda n: torch.div(n, 8),
+    "beside a fraction": lambda n: torch.mul(n, 0.3) + torch.add(0.5, n, alpha=2),
+    "of two fractions": lambda n: torch.sub(n / 3, 0.25),
+    "floored": lambda n: torch.floor_divide(n, 5) + torch.add(True, n),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_functions_of_torch_that_are_given_numbers(name):
+    """`torch.div(length, 8)`, as Longformer counts its chunks, is a tensor in Python; no operator takes two numbers."""
+
+    def function(x):
+        n = NUMBERS[name](x.shape[1])
+        return x * n, n
+
+    x = torch.rand(2, 21)
+    gm, _ = after([], function, x)
+    found, expected = gm(*gm.meta["inputs"]), function(x)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)

@@ -4,7 +4,7 @@ import torch
 import torch.fx as fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ringopt.ir.symbolic_sizes import into_arguments, into_nodes
+from ringopt.ir.symbolic_sizes import divides, into_arguments, into_nodes
 
 
 def test_an_input_that_is_read_before_the_next_one():
@@ -17,3 +17,24 @@ def test_an_input_that_is_read_before_the_next_one():
     gm.graph.lint()
     gm.recompile()
     assert torch.equal(gm(torch.ones(2), torch.ones(4)), torch.ones(4))
+
+
+def test_what_divides_for_every_length():
+    """Columns of a picture with half as many rows as another: 4 of each row, of whole rows."""
+    found = {}
+
+    def traced(x):
+        rows = (x.shape[0] - 1) // 2 + 1
+        pairs = {
+            "rows, 4 rows": (rows, 4 * rows), "2 rows, 4 rows": (2 * rows, 4 * rows), "rows, 0": (rows, 0),
+            "rows, rows + 2": (rows, rows + 2), "4 rows, 2 rows": (4 * rows, 2 * rows), "rows, 12": (rows, 12),
+            "3 rows, 4 rows": (3 * rows, 4 * rows), "n, n rows": (x.shape[0], x.shape[0] * rows),
+            "rows, n": (rows, x.shape[0]), "2, 2 n": (2, 2 * x.shape[0]), "2, n": (2, x.shape[0]),
+        }  # fmt: skip
+        found.update({name: divides(size, whole) for name, (size, whole) in pairs.items()})
+        return x + 1
+
+    make_fx(traced, tracing_mode="symbolic")(torch.ones(16))
+    assert [name for name, answer in found.items() if answer] == [
+        "rows, 4 rows", "2 rows, 4 rows", "rows, 0", "n, n rows", "2, 2 n"
+    ]  # fmt: skip

@@ -26,6 +26,7 @@ WANTED = {
     "windows of three": window_rows(N, 1, -1, 3),
     "causal windows": window_rows(N, 1, -3, 4),
     "strided windows": window_rows(6, 2, -1, 3),
+    "two windows a row": window_rows(2 * N - 1, 1, -1, 2, 2),
     "edges of windows": Wanted("edges", window_rows(N, 1, -3, 4).pieces),
     "edges of windows ahead": Wanted("edges", window_rows(N, 1, 0, 3).pieces),
 }

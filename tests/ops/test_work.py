@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ringopt.ir.nodes import op_name
@@ -29,3 +30,17 @@ def test_attention_on_one_device(pattern):
         gm = make_fx(program, tracing_mode="fake", pre_dispatch=True)(q, k, v)
         (node,) = (node for node in gm.graph.nodes if node.op == "call_function" and op_name(node) == name)
         assert flops_of(node, SizedCall.of(node, 1, 0)) == 2 * B * H * SEEN[pattern] * (D + DV)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_convolutions(dims, transposed):
+    name = f"conv_transpose{dims}d" if transposed else f"conv{dims}d"
+    x, weight = torch.randn(B, 4, *[6] * dims), torch.randn(4, 2 if transposed else 4, *[3] * dims)
+    arguments = {"stride": 2, "padding": 1, **({"output_padding": 1} if transposed else {})}
+    gm = make_fx(lambda x, weight: getattr(F, name)(x, weight, **arguments), pre_dispatch=True)(x, weight)
+    (node,) = (node for node in gm.graph.nodes if node.op == "call_function")
+    node.meta["val"] = getattr(F, name)(x, weight, **arguments)
+    with FlopCounterMode(display=False) as counter:
+        gm(x, weight)
+    assert op_name(node) == name and flops_of(node, SizedCall.of(node, 1, 0)) == counter.get_total_flops()

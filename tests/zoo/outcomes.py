@@ -61,6 +61,10 @@ class Outcome:
         return self.eligible if self.report.refusal else min(self.eligible, len(self.report.sites))
 
     @property
+    def scans(self) -> int:
+        return sum(site.form == "scan" for site in self.report.sites)
+
+    @property
     def is_spread(self) -> bool:
         return self.report.sharded_fraction >= SHARE
 
@@ -119,17 +123,17 @@ def is_float32(value: Any) -> bool:
 
 def table(outcomes: Iterable[Outcome], errors: dict[str, str]) -> Table:
     shown = Table(title="zoo", title_justify="left")
-    for title in ("entry", "eligible", "rewritten", "refused", "left alone", "on shards", "numbers"):
+    for title in ("entry", "eligible", "rewritten", "refused", "left alone", "scans", "on shards", "numbers"):
         shown.add_column(title, overflow="fold", justify="left" if title in ("entry", "numbers") else "right")
     for found in outcomes:
         numbers = {None: "not compared", "": "exact"}.get(found.wrong, found.wrong)
-        counts = (found.eligible, found.rewritten, len(found.refusals), len(found.report.left_alone))
+        counts = (found.eligible, found.rewritten, len(found.refusals), len(found.report.left_alone), found.scans)
         share = f"{found.report.sharded_fraction:.1%}" if found.rewritten else ""
         shown.add_row(found.name, *map(str, counts), share, escape(numbers))
         for reason in sorted(set(found.refusals) | {found.report.refusal or ""} - {""}):
-            shown.add_row("", "", "", "", "", "", f"[yellow]{escape(reason)}[/yellow]")
+            shown.add_row("", "", "", "", "", "", "", f"[yellow]{escape(reason)}[/yellow]")
     for name, error in errors.items():
-        shown.add_row(name, "", "", "", "", "", f"[red]{escape(error)}[/red]")
+        shown.add_row(name, "", "", "", "", "", "", f"[red]{escape(error)}[/red]")
     return shown
 
 

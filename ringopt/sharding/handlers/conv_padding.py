@@ -15,11 +15,15 @@ import torch
 import torch.fx as fx
 
 from ringopt.calls import OpCall
+from ringopt.dims.op_families import CONVOLUTIONS
 from ringopt.ir.nodes import emit, is_aten, named, op_name, shape_of
 from ringopt.ir.symbolic_sizes import is_open, plain, same
 from ringopt.sharding.sharder import Sharder
 
 aten = torch.ops.aten
+
+# By the number of dims that the kernel moves in. ("same" padding is an overload of its own.)
+CONVOLUTION_OF = {1: aten.conv1d.default, 2: aten.conv2d.default, 3: aten.conv3d.default}
 
 Cut = tuple[int, int, Any]  # the dim, the first row, and how many
 
@@ -27,7 +31,7 @@ Cut = tuple[int, int, Any]  # the dim, the first row, and how many
 def cut_convolutions(graph: fx.Graph) -> None:
     """Where all readers of a convolution read the same of its rows, it gives these alone."""
     for node in list(graph.nodes):
-        if is_aten(node) and op_name(node) in ("conv1d", "conv2d"):
+        if is_aten(node) and op_name(node) in CONVOLUTIONS:
             cut = read_of(node)
             if cut is not None:
                 give_alone(graph, node, *cut)
@@ -67,9 +71,8 @@ def give_alone(graph: fx.Graph, node: fx.Node, dim: int, first: int, count: Any)
         amounts = [0, 0] * behind + [left, int(right)]
         padded = emit(graph, aten.constant_pad_nd.default, (x, amounts, 0), node) if any(amounts) else x
         padding = [0 if i == at else size for i, size in enumerate(before)]
-        target = aten.conv1d.default if moving == 1 else aten.conv2d.default  # "same" is an overload
         made = OpCall.of(node).replace(input=padded, padding=padding).arguments
-        new = OpCall.to(target, **made).emit(graph, node)
+        new = OpCall.to(CONVOLUTION_OF[moving], **made).emit(graph, node)
     for reader in list(node.users):
         reader.replace_all_uses_with(new)
 

@@ -21,7 +21,7 @@ import torch.fx as fx
 
 from ringopt.calls import AttentionCall
 from ringopt.dims.contraction_rules import PRODUCTS
-from ringopt.dims.op_families import CONVOLUTIONS
+from ringopt.dims.op_families import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
 from ringopt.dims.rule import ViewRule
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import LIKE, NEW, is_aten, op_name, shape_of, tensor_args
@@ -39,7 +39,7 @@ from ringopt.torch_compat.symbolic_shapes import statically_known_true
 Demand = tuple[fx.Node, Sharded]
 
 # What makes an activation of less: to compute it whole is to hold it, and its gradient, whole.
-WORK = frozenset((*PRODUCTS, *CONVOLUTIONS, "embedding"))
+WORK = frozenset((*PRODUCTS, *CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS, "embedding"))
 
 
 def sources(

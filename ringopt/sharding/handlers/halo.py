@@ -18,22 +18,25 @@ from math import inf
 import torch
 import torch.fx as fx
 
+from ringopt.dims.op_families import CONVOLUTIONS
 from ringopt.ir.nodes import is_tensor, named, op_name, shape_of, value_of
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import is_open
 from ringopt.ops import operators
 from ringopt.ops.fetch_rows import Wanted, window_rows
 from ringopt.sharding.emit import Handler, Steps, enough_rows, sequence_at, wide_dtype
-from ringopt.sharding.handlers.conv_padding import padding_before, sizes, unpadded
+from ringopt.sharding.handlers.conv_padding import CONVOLUTION_OF, padding_before, sizes, unpadded
 from ringopt.sharding.handlers.sums import pooled_to_one
 from ringopt.sharding.seen_rows import seen_rows
 from ringopt.sharding.sharder import Sharder
 
 aten = torch.ops.aten
 
+AVERAGE_OF = {1: aten.avg_pool1d.default, 2: aten.avg_pool2d.default, 3: aten.avg_pool3d.default}
+
 
 def convolution(sharder: Sharder, node: fx.Node) -> bool:
-    """conv1d and conv2d, with the sequence along one of the dims the kernel moves in."""
+    """conv1d, conv2d and conv3d, with the sequence along one of the dims the kernel moves in."""
     weight, bias = (named(node, name) for name in ("weight", "bias"))
     moving = len(shape_of(weight)) - 2
     place = sharder.placements[node.args[0]]
@@ -49,7 +52,7 @@ def convolution(sharder: Sharder, node: fx.Node) -> bool:
     padding = [0 if i == at else size for i, size in enumerate(before)]
     if sharder.ranks.asks or is_open(wanted.pieces[0][0]):
         return of_open_length(sharder, node, x, place, wanted, Strides(stride, padding, dilation))
-    op = aten.conv1d.default if moving == 1 else aten.conv2d.default
+    op = CONVOLUTION_OF[moving]
 
     def local(step: Steps, piece: fx.Node, out: Sharded) -> fx.Node:
         small = [sharder.copied(x) if is_tensor(x) else None for x in (weight, bias)]
@@ -73,7 +76,7 @@ def of_open_length(
     """A convolution of `x` in one operator."""
     weight, bias = (named(node, name) for name in ("weight", "bias"))
     out = Sharded(place.dim, 1, shape_of(node)[place.dim], 1)
-    batched = len(shape_of(x)) == len(shape_of(weight)) <= 4
+    batched = len(shape_of(x)) == len(shape_of(weight))
     if place.outer * place.inner > 1 or not batched or not enough_rows(sharder, out.length):
         return False
     step = Steps(sharder, node)
@@ -124,7 +127,7 @@ def adaptive_pooling(sharder: Sharder, node: fx.Node) -> bool:
     if any(size % left for size, left in zip(before, after, strict=True)):
         return False
     kernel = [size // left for size, left in zip(before, after, strict=True)]
-    op = aten.avg_pool1d.default if moving == 1 else aten.avg_pool2d.default
+    op = AVERAGE_OF[moving]
 
     def local(step: Steps, piece: fx.Node, out: Sharded) -> fx.Node:
         return step(op, piece, kernel, kernel, placement=out)
@@ -223,9 +226,9 @@ def cumsum(sharder: Sharder, node: fx.Node) -> bool:
 
 
 NEIGHBOURS: dict[str, Handler] = {
-    **dict.fromkeys(("conv1d", "conv2d"), convolution),
-    **dict.fromkeys(("avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d"), pooling),
-    **dict.fromkeys(("adaptive_avg_pool1d", "adaptive_avg_pool2d"), adaptive_pooling),
+    **dict.fromkeys(CONVOLUTIONS, convolution),
+    **{f"{kind}_pool{moving}d": pooling for kind in ("avg", "max") for moving in AVERAGE_OF},
+    **{f"adaptive_avg_pool{moving}d": adaptive_pooling for moving in AVERAGE_OF},
     "im2col": im2col,
     "unfold": unfold,
     "cumsum": cumsum,

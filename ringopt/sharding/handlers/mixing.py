@@ -2,26 +2,30 @@
 
     h = linear(x);  y = cumsum(h, 1)   ->   x_rows = scatter(x);  h = linear(x_rows);  y = prefix_sum(h)
     k, v = linear(x), ...;  k.mT @ v   ->   x_rows = scatter(x);  all_reduce(k_rows.mT @ v_rows)
+    y = conv2d(x, w, padding=1)        ->   x_rows = scatter(x);  y = conv2d(rows of x_rows and a row around them, w)
 
 Prefix sums (linear attention as a cumsum, minGRU in logarithms) and Fourier transforms (long convolutions, state spaces
 as kernels, FNet) say which dim is the sequence. How they are computed on shards their handlers say (halo.py,
 by_columns.py). So do batched products that sum over rows of an input (linear attention without a mask, attention among
-channels): the input is cut.
+channels): the input is cut. Where there are none of these, convolutions say it: an input is cut along the longest dim in
+which a kernel moves, the rows of a picture.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 import torch.fx as fx
 
 from ringopt.context_parallel.geometry.layouts import chunks_per_rank
 from ringopt.dims.contraction_rules import is_batched_product
-from ringopt.dims.op_families import RUNNING, TRANSFORMS
+from ringopt.dims.op_families import CONVOLUTIONS, RUNNING, TRANSFORMS, TRANSPOSED_CONVOLUTIONS
 from ringopt.dims.origin import is_row, origins
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import named, op_name, shape_of, source_line, tensor_args, value_of
 from ringopt.ir.placement import Layouts, Sharded
+from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.sharding.behind_breaks import above_products, worth_cutting
 from ringopt.sharding.handlers.demands import Demand, worked_on
 
@@ -48,6 +52,8 @@ def mixed_rows(graph: fx.Graph, layouts: Layouts, ranks: int) -> dict[fx.Node, S
         if enough(place):
             found[x] = place
     summed = dict(demand for node in graph.nodes if is_batched_product(node) for demand in summed_rows(node))
+    if not found and not summed:
+        summed = convolved_rows(graph)
     cuts = worth_cutting(graph, summed, layouts, ranks)
     return found | {x: place for x, place in cuts.items() if enough(place)}
 
@@ -62,10 +68,24 @@ def summed_rows(node: fx.Node) -> Iterator[Demand]:
         yield from ((origin.node, origin.place) for origin in left & right if origin.place is not None)
 
 
+def convolved_rows(graph: fx.Graph) -> dict[fx.Node, Sharded]:
+    """Each input of a graph that convolutions move over, in the longest of the dims in which they do; of equals, in the
+    outer one."""
+    found = defaultdict[fx.Node, set[Sharded]](set)
+    for node in graph.nodes:
+        if op_name(node) in (*CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS):
+            x, rank = named(node, "input"), len(shape_of(node))
+            for dim in range(rank - len(shape_of(named(node, "weight"))) + 2, rank):
+                for origin in origins(x, dim):
+                    if origin.kind == "input" and origin.place is not None:
+                        found[origin.node].add(origin.place)
+    return {x: max(places, key=lambda at: (at_hand(at.length), -at.dim)) for x, places in found.items()}
+
+
 def note_of_mixing(rows: Mapping[fx.Node, Sharded]) -> list[str]:
     """For the report."""
     users = [user for x in rows for user in x.users if op_name(user) in ALONG]
     what = [f"{op_name(user)} ({source_line(user)})" for user in users]
-    what += [f"{x.name}, over whose rows products sum" for x in rows if x.op == "placeholder"]
+    what += [f"{x.name}, over whose rows products sum or kernels move" for x in rows if x.op == "placeholder"]
     where = ", ".join(dict.fromkeys(what))
     return [f"no attention and no recurrence was found: tokens are sharded along the dim of {where}"] if rows else []

@@ -1,5 +1,5 @@
-"""Graphs without attention and recurrences: the sequence is what prefix sums and Fourier transforms run along, and what
-products of activations sum over."""
+"""Graphs without attention and recurrences: the sequence is what prefix sums and Fourier transforms run along, what
+products of activations sum over, or what convolutions move along."""
 
 from __future__ import annotations
 
@@ -100,6 +100,121 @@ def test_lengths_that_are_open(mix):
     reports = run_over(Layers(mix), calls, 3, dynamic=True).reports
     # (Beside batched products, fewer than two tokens a rank are compiled for themselves.)
     assert [report.sharded_fraction for report in reports] == [1.0] * (2 if mix is state else 1)
+
+
+class Residual(nn.Module):
+    """As in ResNet (He et al. 2015): strided, with statistics of the whole batch, behind a largest of each window."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, WIDTH, 7, stride=2, padding=3), nn.BatchNorm2d(WIDTH)
+        self.layers = nn.ModuleList(nn.Conv2d(WIDTH, WIDTH, 3, padding=1, bias=False) for _ in range(2))
+        self.last, self.norms = nn.Linear(WIDTH, 5), nn.ModuleList(nn.BatchNorm2d(WIDTH) for _ in range(2))
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.norm(self.first(x))), 3, stride=2, padding=1)
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = F.relu(x + norm(layer(x)))
+        return self.last(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+class Modern(nn.Module):
+    """As in ConvNeXt (Liu et al. 2022): patches, wide depthwise kernels, channels last in between."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.wide = nn.Conv2d(3, WIDTH, 2, stride=2), nn.Conv2d(WIDTH, WIDTH, 7, padding=3, groups=WIDTH)
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x):
+        x = self.patches(x)
+        made = self.down(F.gelu(self.up(self.norm(self.wide(x).permute(0, 2, 3, 1)))))
+        return x + made.permute(0, 3, 1, 2)
+
+
+class DownAndUp(nn.Module):
+    """As in U-Net (Ronneberger et al. 2015)."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.down = nn.Conv2d(3, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, 16, 4, stride=2, padding=1)
+        self.up, self.last = nn.ConvTranspose2d(16, WIDTH, 4, stride=2, padding=1), nn.Conv2d(2 * WIDTH, 3, 1)
+        self.norm = nn.GroupNorm(2, WIDTH)
+
+    def forward(self, x):
+        wide = F.silu(self.norm(self.first(x)))
+        return self.last(torch.cat([wide, self.up(F.silu(self.down(wide)))], 1))
+
+
+class Causal(nn.Module):
+    """As in WaveNet (van den Oord et al. 2016): dilated, gated, of sound [B, C, T]."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv1d(3, WIDTH, 1)
+        self.gates = nn.ModuleList(nn.Conv1d(WIDTH, 2 * WIDTH, 2, dilation=2**i) for i in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        for i, gates in enumerate(self.gates):
+            new, gate = gates(F.pad(x, (2**i, 0))).chunk(2, 1)
+            x = x + new.tanh() * gate.sigmoid()
+        return x
+
+
+class OfTime(nn.Module):
+    """As in the autoencoders of videos: kernels over time and space, causal in time, more pixels at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv3d(3, WIDTH, 3), nn.Conv3d(WIDTH, 3, 3, padding=1)
+
+    def forward(self, x):
+        x = F.silu(self.first(F.pad(x, (1, 1, 1, 1, 2, 0))))
+        return self.last(F.interpolate(x, scale_factor=(1.0, 2.0, 2.0)))
+
+
+CONVOLVED = {
+    "a residual network": (Residual, (2, 3, 52, 21), (2, 3, 40, 21)),
+    "channels last": (Modern, (2, 3, 14, 9), (2, 3, 20, 9)),
+    "down and up": (DownAndUp, (1, 3, 14, 10), (1, 3, 10, 14)),
+    "of sound": (Causal, (2, 3, 17), (2, 3, 23)),
+    "of a video": (OfTime, (1, 3, 2, 9, 7), (1, 3, 3, 9, 7)),
+}
+
+
+def convolved_model(name):
+    torch.manual_seed(0)
+    return CONVOLVED[name][0]().double()
+
+
+def pictures(sizes):
+    torch.manual_seed(sizes[-1])
+    return torch.randn(sizes, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.parametrize("name", CONVOLVED)
+def test_convolutions_say_which_dim_is_shared(name, p):
+    """The longest that a kernel moves along, of each input."""
+    verdict = validate(p, convolved_model(name), pictures(CONVOLVED[name][1]))
+    assert verdict.wrong == "" and verdict.report.sharded_fraction > 0.99
+    assert [gather.op for gather in verdict.report.gathers] in ([], ["output"])
+    assert any("over whose rows products sum or kernels move" in note for note in verdict.report.notes)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", CONVOLVED)
+def test_pictures_of_other_sizes(name):
+    """Where the compiler behind asks for the number of rows that a rank has, each size has a graph of its own."""
+    reports = run_over(convolved_model(name), [(pictures(sizes),) for sizes in CONVOLVED[name][1:]], 2).reports
+    assert all(report.sharded_fraction > 0.99 for report in reports)
+
+
+def test_fewer_rows_than_ranks_are_no_sequence():
+    verdict = validate(4, convolved_model("channels last"), pictures((1, 3, 3, 3)))
+    assert verdict.wrong == "" and verdict.report.sharded_fraction == 0.0
 
 
 def positions(q, k, v):
