@@ -15,8 +15,10 @@ import torch
 import torch.fx as fx
 
 from ringopt.distributed.consistency import digest
+from ringopt.distributed.mesh import Mesh
 from ringopt.drivers.announce import announce, heard_once, log_report, raise_or_warn
 from ringopt.drivers.compile import Run, for_these_sizes, in_order, mesh_for, transform, warn_of_limit
+from ringopt.drivers.compiled import Compiled
 from ringopt.drivers.reference import reference
 from ringopt.drivers.teach_dynamo import teach_dynamo
 from ringopt.errors import first_line
@@ -96,35 +98,15 @@ def ring(
     mesh.stands(call_of("compiles a graph", called_with, given, operators), publish=True)
     original = Original(gm, names) if chosen.verify else None
 
-    def make(inputs: Sequence[Any], anew: bool, why: str = "") -> Made:
-        with unseen():
-            made = transform(gm, inputs, chosen, mesh, anew)
-        made = for_these_sizes(made, why) if why else made
-        if made.graph is None and not anew:
-            trace_as_written()
-            trace_with_breaks(gm)
-        note(made.report)
-        raise_or_warn(made.report, chosen, heard_once(mesh))
-        if not anew:
-            warn_of_limit(made.report, chosen)
-        flat = made.graph
-        try:
-            with left_open(gm):
-                compiler = partial(inner, options=chosen, mode=mode, budget=made.budget)
-                run = in_order(gm if flat is None else flat, made.order, made.examples(inputs), compiler)
-        except GuardOnDataDependentSymNode as problem:  # on all ranks: their rows are an open number to it
-            if why or anew or flat is None or shape_env_of(gm) is None:
-                raise
-            specialize(gm)
-            _reports.pop()
-            return make(inputs, anew, f"the compiler behind ringopt asks for a number: {first_line(problem)}")
+    def make(inputs: Sequence[Any], anew: bool) -> Made:
+        made, run = compiled(gm, inputs, chosen, mesh, mode, anew)
         if made.left or any(isinstance(x, Lazy) for x in inputs):
             run = Boundary(run, made.given, made.left, made.symbols)
         if made.program is not None and made.order is not None and mesh.size > 1:
             places = Places(made.order.inputs, made.batch, made.local)
             compared = Compared(made.program, places, names, bool(made.draws_random), operators)
             run = CheckedInputs(run, mesh, compared, chosen.check_inputs)
-        if flat is not None and chosen.trace is not None:
+        if made.graph is not None and chosen.trace is not None:
             run = with_trace(run, trace_to(chosen.trace, mesh.rank), made.report.sites)
         run = remembering(made.around.around(run), made.gathered)
         if original is not None:
@@ -142,6 +124,41 @@ def ring(
     watched = Watched(make, example_inputs)
     run = gradients_where_taken(watched if watched.seen else watched.run, conditions)
     return Asserted(run, asserted) if asserted else run
+
+
+def compiled(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    mesh: Mesh,
+    mode: str | None,
+    anew: bool,
+    for_number: str = "",
+) -> tuple[Compiled, Run]:
+    """What the passes make of `gm`, which is noted, and that by the inner compiler. Where this one asks for a number
+    that ranks leave open (of the rows that each has), on all of them, the graph is for the sizes at hand, `for_number`.
+    """
+    with unseen():
+        made = transform(gm, inputs, options, mesh, anew)
+    made = for_these_sizes(made, for_number) if for_number else made
+    if made.graph is None and not anew:
+        trace_as_written()
+        trace_with_breaks(gm)
+    note(made.report)
+    raise_or_warn(made.report, options, heard_once(mesh))
+    if not anew:
+        warn_of_limit(made.report, options)
+    compiler = partial(inner, options=options, mode=mode, budget=made.budget)
+    try:
+        with left_open(gm):
+            return made, in_order(made.graph or gm, made.order, made.examples(inputs), compiler)
+    except GuardOnDataDependentSymNode as asked:
+        if for_number or anew or made.graph is None or shape_env_of(gm) is None:
+            raise
+        specialize(gm)
+        _reports.pop()
+        why = f"the compiler behind ringopt asks for a number: {first_line(asked)}"
+        return compiled(gm, inputs, options, mesh, mode, anew, why)
 
 
 def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None, budget: Budget) -> Run:

@@ -25,7 +25,8 @@ from ringopt.ir.nodes import is_tensor, op_name, shape_of, tensor_args, value_of
 from ringopt.ir.notes import OF_PROGRAM, PARAMETER
 from ringopt.ir.placement import Sharded
 
-FEATURES_SECOND = frozenset((*CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS, "convolution", "_convolution"))  # dim 1 has the features they make
+# Dim 1 has the features they make.
+FEATURES_SECOND = frozenset((*CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS, "convolution", "_convolution"))
 NORMS = frozenset(("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm"))
 # Entries are left out, added or moved; the dim stays a sequence, or features, as it was.
 KEEPING = frozenset(

@@ -3,15 +3,14 @@ indices where it is true, nothing in place of what does nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 import torch.fx as fx
 
 from ringopt.dims.op_families import SYNONYMS
 from ringopt.frontend.functionalize import instead
+from ringopt.frontend.shuffles import shuffle_by_views
 from ringopt.ir.memory import laying_out, order_of
 from ringopt.ir.nodes import emit, is_aten, is_undropped, named, op_name, origin, requires_grad, shape_of, value_of
 from ringopt.ir.notes import STANDS_FOR, VIEW_OF
@@ -245,47 +244,6 @@ def transform_by_dims(graph: fx.Graph) -> None:
         if value_of(x).stride() == value_of(node).stride():
             node.replace_all_uses_with(x)
             graph.erase_node(node)
-
-
-def shuffle_by_views(graph: fx.Graph) -> None:
-    """Pixels made of channels, and back (depth to space), and channels that change places: views of several dims."""
-    for node in [node for node in graph.nodes if node.target in SHUFFLES]:
-        split, order = SHUFFLES[node.target](shape_of(node.args[0]), node.args[1])
-        x = node.args[0]
-        steps = ((aten.reshape.default, split), (aten.permute.default, order), (aten.reshape.default, shape_of(node)))
-        with graph.inserting_before(node), enable_python_dispatcher():
-            for target, numbers in steps:
-                x = emit(graph, target, (x, list(numbers)), node)
-            for target, args in laying_out(value_of(node).stride()):
-                x = emit(graph, target, (x, *args), node)
-        if value_of(x).stride() == value_of(node).stride():
-            node.replace_all_uses_with(x)
-            graph.erase_node(node)
-
-
-def _in_pixels(sizes: Sequence[Any], r: int) -> tuple[list[Any], list[int]]:
-    *lead, channels, rows, columns = sizes
-    at = len(lead)
-    return [*lead, channels // r**2, r, r, rows, columns], [*range(at), at, at + 3, at + 1, at + 4, at + 2]
-
-
-def _of_pixels(sizes: Sequence[Any], r: int) -> tuple[list[Any], list[int]]:
-    *lead, channels, rows, columns = sizes
-    at = len(lead)
-    return [*lead, channels, rows // r, r, columns // r, r], [*range(at), at, at + 2, at + 4, at + 1, at + 3]
-
-
-def _in_groups(sizes: Sequence[Any], groups: int) -> tuple[list[Any], list[int]]:
-    batch, channels, *rest = sizes
-    return [batch, groups, channels // groups, *rest], [0, 2, 1, *range(3, len(sizes) + 1)]
-
-
-# How the operand's dims are split, and the order of these.
-SHUFFLES: dict[Any, Callable[[Sequence[Any], int], tuple[list[Any], list[int]]]] = {
-    aten.pixel_shuffle.default: _in_pixels,
-    aten.pixel_unshuffle.default: _of_pixels,
-    aten.channel_shuffle.default: _in_groups,
-}
 
 
 def count_in_memory(graph: fx.Graph) -> None:

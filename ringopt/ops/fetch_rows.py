@@ -47,7 +47,7 @@ WINDOWS = ("halo", "edges")
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which rows each rank wants, as above. `pieces` of a halo, or its edges, is its one (n, s, a, w) or (n, s, a, w, d)."""
+    """Which rows each rank wants, as above. `pieces` of a halo, or its edges, has its four or five numbers."""
 
     form: str
     pieces: tuple[tuple[int, ...], ...]

@@ -98,7 +98,7 @@ def picked_back(call: SizedCall) -> int:
 def product(node: fx.Node, call: SizedCall) -> int:
     """FLOPs of an operator of ATen; 0 for what is no product."""
     if op_name(node) in TRANSPOSED_CONVOLUTIONS:  # each row goes into several
-        return 2 * call["input"].count * int(call["weight"].count_from(1))
+        return 2 * int(call["input"].count * call["weight"].count_from(1))
     if not is_counted(node):
         return 0
     operand, first = summed(node)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ringopt.dims.op_families import SYNONYMS, TRANSFORMS
@@ -113,24 +112,6 @@ def test_a_transform_of_several_dims_is_one_of_each(name):
     assert len(transforms) > 1 and set(transforms) <= set(TRANSFORMS)
     (found,), expected = gm(*gm.meta["inputs"]), module(x)
     assert found.stride() == expected.stride() and torch.allclose(found, expected)
-
-
-SHUFFLED = {
-    "pixels of channels": lambda x: F.pixel_shuffle(x, 2),
-    "of a picture alone": lambda x: F.pixel_shuffle(x[0], 2),
-    "channels of pixels": lambda x: F.pixel_unshuffle(x, 2),
-    "channels last": lambda x: F.pixel_unshuffle(x.contiguous(memory_format=torch.channels_last), 3),
-    "channels in groups": lambda x: torch.channel_shuffle(x, 4),
-}
-
-
-@pytest.mark.parametrize("name", SHUFFLED)
-def test_a_shuffle_is_views(name):
-    module, x = SHUFFLED[name], torch.randn(2, 8, 6, 12)
-    gm, _ = after([Normalize()], module, x)
-    assert set(ops(gm)) <= {"reshape", "permute", "contiguous", "clone", "select"}
-    (found,), expected = gm(*gm.meta["inputs"]), module(x)
-    assert found.stride() == expected.stride() and torch.equal(found, expected)
 
 
 def test_arguments_keep_their_meaning():

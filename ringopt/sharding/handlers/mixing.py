@@ -7,8 +7,8 @@
 Prefix sums (linear attention as a cumsum, minGRU in logarithms) and Fourier transforms (long convolutions, state spaces
 as kernels, FNet) say which dim is the sequence. How they are computed on shards their handlers say (halo.py,
 by_columns.py). So do batched products that sum over rows of an input (linear attention without a mask, attention among
-channels): the input is cut. Where there are none of these, convolutions say it: an input is cut along the longest dim in
-which a kernel moves, the rows of a picture.
+channels): the input is cut. Where there are none of these, convolutions, windows and layers over tokens (MLP-Mixer) say
+it: an input is cut along the longest dim in which they move, the rows of a picture.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.fx as fx
 
 from ringopt.context_parallel.geometry.layouts import chunks_per_rank
 from ringopt.dims.contraction_rules import is_batched_product
-from ringopt.dims.op_families import CONVOLUTIONS, RUNNING, TRANSFORMS, TRANSPOSED_CONVOLUTIONS
+from ringopt.dims.op_families import CONVOLUTIONS, RESHAPES, RUNNING, TRANSFORMS, TRANSPOSED_CONVOLUTIONS
 from ringopt.dims.origin import is_row, origins
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import named, op_name, shape_of, source_line, tensor_args, value_of
@@ -69,23 +69,38 @@ def summed_rows(node: fx.Node) -> Iterator[Demand]:
 
 
 def convolved_rows(graph: fx.Graph) -> dict[fx.Node, Sharded]:
-    """Each input of a graph that convolutions move over, in the longest of the dims in which they do; of equals, in the
-    outer one."""
+    """Each input of a graph that convolutions or windows move over, in the longest of the dims in which they do; of
+    equals, in the outer one."""
     found = defaultdict[fx.Node, set[Sharded]](set)
     for node in graph.nodes:
-        if op_name(node) in (*CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS):
-            x, rank = named(node, "input"), len(shape_of(node))
-            for dim in range(rank - len(shape_of(named(node, "weight"))) + 2, rank):
-                for origin in origins(x, dim):
-                    if origin.kind == "input" and origin.place is not None:
-                        found[origin.node].add(origin.place)
+        for x, dim in moved_along(node):
+            for origin in origins(x, dim):
+                moves = origin.kind == "input" and op_name(node) != "linear"
+                if origin.place is not None and (moves or is_row(origin)):
+                    found[origin.node].add(origin.place)
     return {x: max(places, key=lambda at: (at_hand(at.length), -at.dim)) for x, places in found.items()}
+
+
+def moved_along(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
+    """What a kernel or a window moves over, and along which dims of it; or what a layer mixes, if these are tokens."""
+    name = op_name(node)
+    if name in (*CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS):
+        rank = len(shape_of(node))
+        for dim in range(rank - len(shape_of(named(node, "weight"))) + 2, rank):
+            yield named(node, "input"), dim
+    elif name == "linear":
+        yield node.args[0], -1
+    elif name == "unfold":
+        yield node.args[0], named(node, "dimension")
+    elif name == "as_strided" and op_name(node.args[0]) in RESHAPES:  # of all elements, as they lie in memory
+        x = node.args[0].args[0]
+        yield from ((x, dim) for dim in range(len(shape_of(x)) - 1))
 
 
 def note_of_mixing(rows: Mapping[fx.Node, Sharded]) -> list[str]:
     """For the report."""
     users = [user for x in rows for user in x.users if op_name(user) in ALONG]
     what = [f"{op_name(user)} ({source_line(user)})" for user in users]
-    what += [f"{x.name}, over whose rows products sum or kernels move" for x in rows if x.op == "placeholder"]
+    what += [f"{x.name}, over whose rows products sum or windows move" for x in rows if x.op == "placeholder"]
     where = ", ".join(dict.fromkeys(what))
     return [f"no attention and no recurrence was found: tokens are sharded along the dim of {where}"] if rows else []

@@ -124,7 +124,7 @@ def _features(model: Any, medium: str, given: Given) -> int:
 
 
 def _images(config: Any) -> list[Any]:
-    side = size(config, "image_size img_size input_size", 32)
+    side = size(config, "image_size img_size input_size", 64)
     channels = size(config, "num_channels in_channels in_chans", 3)
     patch = size(config, "patch_size", 8)
     frames = size(config, "temporal_patch_size", 1)
@@ -162,7 +162,7 @@ def _boxes(config: Any) -> list[Any]:
 
 
 def _image_sizes(config: Any) -> list[Any]:
-    side = size(config, "image_size", 32)
+    side = size(config, "image_size", 64)
     return [torch.tensor([[side, side]] * BATCH)]
 
 
@@ -172,7 +172,7 @@ def _hidden(config: Any) -> list[Any]:
 
 
 def _noise(config: Any) -> list[Any]:
-    side, patch = size(config, "image_size", 32), size(config, "patch_size", 8)
+    side, patch = size(config, "image_size", 64), size(config, "patch_size", 8)
     return [torch.rand(BATCH, (side // patch) ** 2, generator=_seeded(3), dtype=torch.float64)]
 
 

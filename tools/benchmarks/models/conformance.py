@@ -42,6 +42,8 @@ from ringopt.torch_compat import dynamo
 from ringopt.torch_compat.pytree import tree_leaves
 
 EXACT = 1e-8  # float64, relative to the largest entry of each tensor
+INEXACT = 1e-4
+TIMES = 10  # as far as the last bit of each weight moves the numbers: statistics of two values lose all others
 SMALL = 1e-4  # of the largest entry of all: what is smaller than that may be rounding alone
 
 
@@ -51,11 +53,12 @@ SMALL = 1e-4  # of the largest entry of all: what is smaller than that may be ro
 @dataclass(frozen=True)
 class Trial:
     """What every rank runs: a model, the keywords of its forward in call after call and what one process found in each,
-    where the ranks meet, and the inner backend."""
+    how far apart the same may be, where the ranks meet, and the inner backend."""
 
     model: nn.Module
     calls: Sequence[dict[str, Any]]
     expected: Sequence[Sequence[Tensor | None]]
+    exact: float
     ranks: int
     meet: str
     seconds: float
@@ -69,9 +72,10 @@ def judge(answers: Any, kind: str, ranks: int, seconds: float, inner: str) -> No
     library, _, name = kind.rpartition("/")
     try:
         model, inputs = _built(library, name)
-        alike = [_alike(model, library) for _ in range(2)]
+        alike = [_alike(model, library) for _ in range(3)]
+        shake(alike[2])
         with Widened():
-            expected, again = (_numbers(one, inputs) for one in alike)
+            expected, again, shaken = (_numbers(one, inputs) for one in alike)
             calls = [inputs, *_fewer_tokens(alike[0], inputs)]
             found = [expected, *(_numbers(alike[0], later) for later in calls[1:])]
     except Exception as error:
@@ -85,8 +89,18 @@ def judge(answers: Any, kind: str, ranks: int, seconds: float, inner: str) -> No
     else:
         facts = {"hf": bool(getattr(model, "supports_context_parallel", True)), "layers": _layers(model)}
     with tempfile.TemporaryDirectory() as folder:
-        trial = Trial(model, calls, found, ranks, f"file://{folder}/store", seconds, inner)
+        exact = min(max(EXACT, TIMES * _distance(shaken, expected)), INEXACT)
+        trial = Trial(model, calls, found, exact, ranks, f"file://{folder}/store", seconds, inner)
         answers.send({**NOTHING, **_on_ranks(trial), **facts})
+
+
+def shake(model: nn.Module) -> None:
+    """Changes the last bit of weights, up, down or not."""
+    dice = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dtype == torch.float64:
+                parameter.mul_(1 + torch.randint(-1, 2, parameter.shape, generator=dice) * 2.0**-52)
 
 
 def _fewer_tokens(model: nn.Module, inputs: dict[str, Any]) -> list[dict[str, Any]]:
@@ -136,7 +150,7 @@ def _on_ranks(trial: Trial) -> Row:
     if wrong := [row for row in rows if row["verdict"] == "error"]:
         return dict(wrong[0])
     error = max(row["error"] for row in rows)
-    return {**rows[0], "error": error, "verdict": "exact" if error <= EXACT else "wrong"}
+    return {**rows[0], "error": error, "verdict": "exact" if error <= trial.exact else "wrong"}
 
 
 def _a_rank(rank: int, answers: Any, trial: Trial) -> None:

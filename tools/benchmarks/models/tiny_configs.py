@@ -37,7 +37,7 @@ RULES: tuple[tuple[str, float], ...] = (
     (r"rel_extent|keep_window", WINDOW),
     (r"vocab_offset", -1),
     (r"vocab|codebook_size|num_buckets", VOCABULARY),
-    (r"image_size|crop_size", 32),
+    (r"image_size|crop_size", 64),
     (r"patch_size", 8),
     (r"intermediate_size|ffn|n_inner|^d_ff$|^dff$|_mlp$|d_inner|dim_ff|feed_forward_size|attention_hidden_size", 64),
     (r"mamba_d_ssm", 64),

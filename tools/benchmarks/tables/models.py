@@ -201,7 +201,7 @@ COLUMNS = (
 )
 NOTES = (
     "error: of the loss and every gradient in float64, from one process, relative to the largest entry of each; exact "
-    "up to 1e-8.",
+    "up to 1e-8, or ten times what the last bit of every weight moves it (BatchNorm over two values), 1e-4 at most.",
     "on shards: share of the matrix work. at another length: of the graphs that a second call compiles, with fewer "
     "tokens in the same process; its numbers count for the error.",
     "bytes a token: sent by a rank in one forward, by all tokens; by attentions (and recurrences): the part that their "

@@ -128,8 +128,8 @@ COLUMNS = (
 )
 NOTES = (
     "as written: by Inductor alone, up to --unrolled tokens; beyond, the loop over chunks is torch's scan. first: the "
-    "first step, compiled anew. ratio: ring / as written, by turns in one process. mem. ratio: peak of a step above what was resident before "
-    "it; over ranks, on shards / gathered. nodes: as Dynamo traced it, and as it is compiled.",
+    "first step, compiled anew. ratio: ring / as written, by turns in one process. mem. ratio: peak of a step above "
+    "what was resident before it; over ranks, on shards / gathered. nodes: as Dynamo traced it, and as it is compiled.",
     "p ranks: the slowest rank's median, by turns with one process alone (times alone: alone / p ranks), and with the "
     "scan's heads exchanged for tokens (all-to-all), and with the scan gathered, run whole by all ranks, beside rows "
     "of everything else. at most: p programs of n / p tokens each, side by side, which exchange nothing.",
