@@ -58,11 +58,12 @@ def give_alone(graph: fx.Graph, node: fx.Node, dim: int, first: int, count: Any)
     """Pads by what the windows of these rows see beyond the input, so that they are all there is."""
     x, weight = named(node, "input"), named(node, "weight")
     moving = len(shape_of(weight)) - 2
-    at, before = dim - (len(shape_of(node)) - moving), padding_before(node, moving)
+    at, around = dim - (len(shape_of(node)) - moving), zeros_around(node, moving)
     stride, dilation = (sizes(named(node, name), moving) for name in ("stride", "dilation"))
-    if at < 0 or before is None or stride[at] != 1:
+    others = [zeros for i, zeros in enumerate(around) if i != at]
+    if at < 0 or stride[at] != 1 or any(before != behind for before, behind in others):
         return
-    left = before[at] - first
+    left = around[at][0] - first
     right = plain(count + dilation[at] * (shape_of(weight)[2 + at] - 1) - left - shape_of(x)[dim])
     if is_open(right) or min(left, right) < 0:
         return
@@ -70,7 +71,7 @@ def give_alone(graph: fx.Graph, node: fx.Node, dim: int, first: int, count: Any)
         behind = len(shape_of(node)) - 1 - dim
         amounts = [0, 0] * behind + [left, int(right)]
         padded = emit(graph, aten.constant_pad_nd.default, (x, amounts, 0), node) if any(amounts) else x
-        padding = [0 if i == at else size for i, size in enumerate(before)]
+        padding = [0 if i == at else zeros for i, (zeros, _) in enumerate(around)]
         made = OpCall.of(node).replace(input=padded, padding=padding).arguments
         new = OpCall.to(CONVOLUTION_OF[moving], **made).emit(graph, node)
     for reader in list(node.users):
@@ -94,12 +95,13 @@ def sizes(given: Any, count: int) -> list[int]:
     return list(given) * count if len(given) == 1 else list(given)
 
 
-def padding_before(node: fx.Node, moving: int) -> list[int] | None:
-    """Zeros before the first row, in each dim the kernel moves in; None where other dims are padded unevenly."""
+def zeros_around(node: fx.Node, moving: int) -> list[tuple[int, int]]:
+    """How many zeros stand before the first row and behind the last, in each dim the kernel moves in."""
     padding = named(node, "padding")
     if padding == "valid":
-        return [0] * moving
+        return [(0, 0)] * moving
     if padding != "same":
-        return sizes(padding, moving)
-    kernel, dilation = shape_of(node.args[1])[2:], sizes(named(node, "dilation"), moving)
-    return [dilation[0] * (kernel[0] - 1) // 2] if moving == 1 else None
+        return [(zeros, zeros) for zeros in sizes(padding, moving)]
+    kernel, dilation = shape_of(named(node, "weight"))[2:], sizes(named(node, "dilation"), moving)
+    around = [apart * (size - 1) for apart, size in zip(dilation, kernel, strict=True)]
+    return [(zeros // 2, zeros - zeros // 2) for zeros in around]

@@ -25,7 +25,7 @@ from ringopt.ir.symbolic_sizes import is_open
 from ringopt.ops import operators
 from ringopt.ops.fetch_rows import Wanted, window_rows
 from ringopt.sharding.emit import Handler, Steps, enough_rows, sequence_at, wide_dtype
-from ringopt.sharding.handlers.conv_padding import CONVOLUTION_OF, padding_before, sizes, unpadded
+from ringopt.sharding.handlers.conv_padding import CONVOLUTION_OF, sizes, unpadded, zeros_around
 from ringopt.sharding.handlers.sums import pooled_to_one
 from ringopt.sharding.seen_rows import seen_rows
 from ringopt.sharding.sharder import Sharder
@@ -41,22 +41,26 @@ def convolution(sharder: Sharder, node: fx.Node) -> bool:
     moving = len(shape_of(weight)) - 2
     place = sharder.placements[node.args[0]]
     at = place.dim - (len(shape_of(node)) - moving) if place is not None else -1
-    before = padding_before(node, moving)
-    if place is None or at < 0 or before is None:
+    if place is None or at < 0:
         return False
     x, zeros = unpadded(sharder, node.args[0], place.dim)
-    place = sharder.placements[x] or place
+    place, around = sharder.placements[x] or place, zeros_around(node, moving)
     stride, dilation = (sizes(named(node, name), moving) for name in ("stride", "dilation"))
-    start, width = -before[at] - zeros, dilation[at] * (shape_of(weight)[2 + at] - 1) + 1
+    start, width = -around[at][0] - zeros, dilation[at] * (shape_of(weight)[2 + at] - 1) + 1
     wanted = seen_by(node, place.dim, stride[at], start, width)
-    padding = [0 if i == at else size for i, size in enumerate(before)]
+    around[at] = 0, 0
+    even = all(before == behind for before, behind in around)
+    padding = [before if even else 0 for before, _ in around]
     if sharder.ranks.asks or is_open(wanted.pieces[0][0]):
-        return of_open_length(sharder, node, x, place, wanted, Strides(stride, padding, dilation))
-    op = CONVOLUTION_OF[moving]
+        return even and of_open_length(sharder, node, x, place, wanted, Strides(stride, padding, dilation))
 
     def local(step: Steps, piece: fx.Node, out: Sharded) -> fx.Node:
         small = [sharder.copied(x) if is_tensor(x) else None for x in (weight, bias)]
-        return step(op, piece, *small, stride, padding, dilation, named(node, "groups"), placement=out)
+        if not even:
+            amounts = [zeros for pair in reversed(around) for zeros in pair]
+            piece = step(aten.constant_pad_nd.default, piece, amounts, placement=out)
+        args = (stride, padding, dilation, named(node, "groups"))
+        return step(CONVOLUTION_OF[moving], piece, *small, *args, placement=out)
 
     return by_chunks(sharder, node, x, wanted, local)
 

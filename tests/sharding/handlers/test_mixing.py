@@ -137,7 +137,8 @@ class DownAndUp(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.down = nn.Conv2d(3, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, 16, 4, stride=2, padding=1)
+        self.first = nn.Conv2d(3, WIDTH, (4, 3), padding="same")
+        self.down = nn.Conv2d(WIDTH, 16, 4, stride=2, padding=1)
         self.up, self.last = nn.ConvTranspose2d(16, WIDTH, 4, stride=2, padding=1), nn.Conv2d(2 * WIDTH, 3, 1)
         self.norm = nn.GroupNorm(2, WIDTH)
 
