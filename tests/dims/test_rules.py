@@ -15,8 +15,15 @@ from ringopt.dims.rule import ViewRule
 from ringopt.dims.rules import is_known, rule_of
 from ringopt.ir.nodes import is_tensor, op_name, shape_of, tensor_args, value_of
 from ringopt.ir.placement import Sharded, through_view
+from ringopt.ops import operators
 
 A, B, C = (3, 4, 6), (4, 6), (3, 6, 4)
+
+
+def attended(q, k, v, mask=None, sinks=None):
+    """The attention that passes find."""
+    return operators.attention(q, k, v, mask, [], sinks, None, "causal", "", 0, 0.5)
+
 
 #: name -> (function of float tensors, their shapes, the output dims along which it works row by row)
 OPS = {
@@ -131,6 +138,10 @@ OPS = {
     "embedding": (lambda w, x: F.embedding((x > 0).long(), w), ((5, 6), (3, 4)), {0, 1}),
     "index": (lambda x, y: x[:, (y > 0).long()], (A, (5, 2)), {0, 1, 2, 3}),
     "index apart": (lambda x, y: x[(y > 0).long(), :, (y > 0).long()], (A, (5,)), {0, 1}),
+    "attention": (lambda *x: attended(*x), ((3, 2, 5, 4),) * 3, {0, 1}),
+    "attention of groups": (lambda *x: attended(*x), ((3, 4, 5, 4), (3, 2, 5, 4), (3, 2, 5, 4)), {0}),
+    "attention with sinks": (lambda *x: attended(*x[:3], sinks=x[3]), (*((3, 2, 5, 4),) * 3, (2,)), {0, 1}),
+    "attention with its own sinks": (lambda *x: attended(*x[:3], sinks=x[3]), (*((3, 2, 5, 4),) * 3, (3, 1)), {0, 1}),
     "index_select": (lambda x, y: x.index_select(1, (y > 0).long()), (A, (5,)), {0, 1, 2}),
 }  # fmt: skip
 

@@ -151,6 +151,8 @@ def grow(depth: int) -> tuple[st.SearchStrategy, st.SearchStrategy, st.SearchStr
         st.builds(both_ways("minimum", INT), whole, whole), st.builds(both_ways("where", INT), truth, whole, whole),
         st.builds(both_ways("floor_divide", INT), whole, st.integers(1, 4)),
         st.builds(both_ways("remainder", INT), whole, st.integers(1, 4)), truth.map(converted_to(INT)),
+        st.builds(both_ways("maximum", INT), whole, whole), st.builds(both_ways("neg", INT), whole),
+        st.builds(both_ways("clamp", INT), whole, small, st.integers(1, 6)),
     )  # fmt: skip
     truth = truth | st.one_of(
         st.builds(lambda op, a, b: both_ways(op, BOOL)(a, b), comparison, whole, whole | small),
@@ -162,7 +164,9 @@ def grow(depth: int) -> tuple[st.SearchStrategy, st.SearchStrategy, st.SearchStr
         st.builds(both_ways("add", FLOAT), real, real), st.builds(both_ways("mul", FLOAT), real, real),
         st.builds(both_ways("rsub", FLOAT), real, st.just(1.0)),
         st.builds(both_ways("where", FLOAT), truth, real, real),
-        whole.map(converted_to(FLOAT)), truth.map(converted_to(FLOAT)),
+        st.builds(both_ways("div", FLOAT), real, real), st.builds(both_ways("abs", FLOAT), real),
+        st.builds(both_ways("clamp", FLOAT), real, st.just(-1.0)), whole.map(converted_to(FLOAT)),
+        st.builds(both_ways("maximum", FLOAT), real, real), truth.map(converted_to(FLOAT)),
     )  # fmt: skip
     return whole, truth, real
 
@@ -202,6 +206,44 @@ def test_json_round_trip(pair):
 # ---- intervals -------------------------------------------------------------------------------------------------------
 def full_spans(**given: range) -> dict[str, range]:
     return {name: range(size) for name, size in SIZES.items()} | given
+
+
+ROW, COLUMN = converted(Q, FLOAT), converted(K, FLOAT)  # 0 to 5, and 0 to 6
+TIGHT = {
+    "clamped": (applied("clamp", [Q, 2, 4], INT), (2, 4)),
+    "clamped below": (applied("clamp", [Q, 2], INT), (2, 5)),
+    "clamped above": (applied("clamp", [Q, -3, 4], INT), (0, 4)),
+    "the larger": (applied("maximum", [Q, affine({"k": -1}, 3)], INT), (0, 5)),
+    "the smaller": (applied("minimum", [Q, affine({"k": -1}, 3)], INT), (-3, 3)),
+    "size alone": (applied("abs", [affine({"q": 1}, -2)], INT), (0, 3)),
+    "size of negative ones": (applied("abs", [affine({"q": 1}, -9)], INT), (4, 9)),
+    "times": (applied("mul", [affine({"q": 1}, -2), affine({"k": 1}, -1)], INT), (-10, 15)),
+    "quotients": (applied("div", [ROW, applied("sub", [COLUMN, 8.0], FLOAT)], FLOAT), (-2.5, 0.0)),
+    "floors": (applied("floor_divide", [affine({"q": 1}, -2), 2], INT), (-1, 1)),
+    "rests of one floor": (applied("remainder", [affine({"k": 1}, 10), 10], INT), (0, 6)),
+    "rests": (applied("remainder", [affine({"k": 1}, 7), 10], INT), (0, 9)),
+    "always below": (applied("lt", [Q, affine({"k": 1}, 6)], BOOL), (True, True)),
+    "never below": (applied("lt", [affine({"q": 1}, 6), K], BOOL), (False, False)),
+    "sometimes below": (applied("lt", [affine({"q": 1}, 5), K], BOOL), (False, True)),
+    "at most": (applied("le", [Q, affine({"k": 1}, 5)], BOOL), (True, True)),
+    "never at most": (applied("le", [affine({"q": 1}, 7), K], BOOL), (False, False)),
+    "at least": (applied("ge", [affine({"q": 1}, 6), K], BOOL), (True, True)),
+    "never above": (applied("gt", [Q, affine({"k": 1}, 5)], BOOL), (False, False)),
+    "never equal": (applied("eq", [Q, affine({"k": 1}, 6)], BOOL), (False, False)),
+    "always unequal": (applied("ne", [affine({"q": 1}, 7), K], BOOL), (True, True)),
+    "chosen": (applied("where", [applied("lt", [Q, 6], BOOL), K, affine({"q": 1}, 90)], INT), (0, 6)),
+    "not chosen": (applied("where", [applied("lt", [Q, 0], BOOL), K, affine({"q": 1}, 90)], INT), (90, 95)),
+    "of both": (applied("where", [applied("lt", [Q, 3], BOOL), K, affine({"q": 1}, 90)], INT), (0, 95)),
+    "is there": (converted(affine({"q": 1}, 1), BOOL), (True, True)),
+    "may be there": (converted(Q, BOOL), (False, True)),
+}
+
+
+@pytest.mark.parametrize("name", TIGHT)
+def test_bounds_that_are_tight(name):
+    """Where operands have no element in common: what is empty or full is recognised."""
+    term, expected = TIGHT[name]
+    assert bounds(term, full_spans(), []) == expected
 
 
 def test_bounds_of_bfloat16_are_rounded_as_its_values_are():

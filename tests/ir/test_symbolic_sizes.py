@@ -1,10 +1,13 @@
 """Sizes as nodes: each is computed from inputs, which come before all else."""
 
+import itertools
+import sys
+
 import torch
 import torch.fx as fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ringopt.ir.symbolic_sizes import divides, into_arguments, into_nodes
+from ringopt.ir.symbolic_sizes import divides, into_arguments, into_nodes, slice_of
 
 
 def test_an_input_that_is_read_before_the_next_one():
@@ -38,3 +41,11 @@ def test_what_divides_for_every_length():
     assert [name for name, answer in found.items() if answer] == [
         "rows, 4 rows", "2 rows, 4 rows", "rows, 0", "n, n rows", "2, 2 n"
     ]  # fmt: skip
+
+
+def test_slices_are_those_of_python():
+    ends = [None, 0, 1, 3, 4, 5, 9, -1, -4, -5, sys.maxsize]
+    for size, start, end, step in itertools.product((0, 1, 4), ends, ends, (1, 2, 3)):
+        first, by, count = slice_of(size, start, end, step)
+        rows = range(size)[start:end:step]
+        assert (by, count) == (step, len(rows)) and (not rows or first == rows[0]), (size, start, end, step)
