@@ -9,12 +9,13 @@ import pytest
 import torch
 from rich.console import Console
 
+from ringopt.errors import RingMismatchError
 from ringopt.passes import UNDERSTAND
 from ringopt.tools.benchmarks.models.spellings import FORMS, LOOKALIKES, Spelled, inputs
 from tests.harness.capturing import after
 from tests.harness.translation import TOLERANCE, validate
 from tests.zoo import TRUTH, build, family, missing, names
-from tests.zoo.outcomes import Outcome, Totals, outcome, table
+from tests.zoo.outcomes import RANDOM, Outcome, Totals, outcome, table
 
 # Two ranks but where a number stands; lengths are no other size of the models, and not all even.
 SAMPLE = {
@@ -78,7 +79,13 @@ FEWER = {
     "hf/informer": "the queries that matter are picked by their scores",
     "vitp/local_attention_tf": "every rank computes what stands before the rows that are padded and cut into windows",
     "timm/swinv2_cr": "a network of 384 makes the bias of each layer, from all pairs of places in a window",
+    **dict.fromkeys(
+        ("hf/ctrl", "hf/llava", "hf/switch_transformers", "hf/reformer"),
+        "each graph that Dynamo alone makes of it stands by itself here; on ranks rows cross, or it is one graph",
+    ),
 }
+# What is a recurrence: a scan found anywhere else is none.
+RECURRENT = ("hf/recurrent_gemma",)
 
 
 def needs(name: str) -> None:
@@ -205,16 +212,22 @@ ERRORS: dict[str, str] = {}
 
 
 @pytest.mark.zoo
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", names())
 def test_sweep(name):
     needs(name)
     try:
         OUTCOMES[name] = found = outcome(name, SWEPT, 2, also_float32=True)
+    except RingMismatchError:
+        if name in RANDOM:  # ranks that are threads draw from one stream, by turns
+            pytest.skip(RANDOM[name])
+        raise
     except Exception as error:
         ERRORS[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise
     assert not found.wrong
     assert spread_or_known(found), found.report
+    assert (found.scans > 0) == name.startswith(RECURRENT)
     if found.is_negative:
         assert found.rewritten == 0
 

@@ -90,9 +90,9 @@ def outcome(name: str, length: int, p: int, also_float32: bool = False) -> Outco
 
 
 def float32_tolerance(gm: fx.GraphModule, inputs: list[Any]) -> float:
-    """Three times the error that eager has in float32."""
+    """Four times the error that eager has in float32: of few numbers, in which much cancels, that error is a sample."""
     exact = values_and_gradients(*in_float64(gm, inputs))
-    return 3 * own_error(exact, values_and_gradients(gm, inputs))
+    return 4 * own_error(exact, values_and_gradients(gm, inputs))
 
 
 def in_float64(gm: fx.GraphModule, inputs: list[Any]) -> Graph:
