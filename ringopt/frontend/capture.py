@@ -81,7 +81,10 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeE
     # A mode of our own, outside Dynamo's tracing context: the fakes of the two must not meet.
     mode = RealStrides(allow_non_fake_inputs=True, shape_env=shape_env)
     seen = zip(given.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
-    inputs = [fake(open_value(node, value) if shape_env is not None else value, mode) for node, value in seen]
+    inputs = [
+        like(fake(open_value(node, value), mode), value) if shape_env is not None else fake(value, mode)
+        for node, value in seen
+    ]
     with tracing(None), mode, torch.fx.traceback.preserve_node_meta():
         flex.with_mods(gm, lambda value: fake(value, mode))
         flat, regions = flatten(gm, inputs)
@@ -100,6 +103,17 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeE
         node.target = node.name
         node.meta["val"] = value  # not the tracer's snapshot of it, which has lost requires_grad
     return Captured(flat, regions, claimed, around)
+
+
+def like(value: Any, given: Any) -> Any:
+    """What stands for an input, made by an operator where the input was: to a leaf nothing may be written in place, as
+    to a value that crosses a graph break. (Dynamo's own value of an open size is a leaf.)"""
+    made = isinstance(given, torch.Tensor) and given.requires_grad and not given.is_leaf
+    if not made or not value.is_leaf:
+        return value
+    with torch.enable_grad():
+        copied = value.clone()
+    return copied if copied.stride() == value.stride() else value
 
 
 def note_strides(graph: fx.Graph) -> None:

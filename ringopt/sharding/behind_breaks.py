@@ -40,7 +40,8 @@ def worth_cutting(
 def memory_of_program(graph: fx.Graph) -> set[fx.Node]:
     """Inputs that the program writes to, or that it returns, or views of them."""
     written = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    return {named(node, "self") for node in written} | {base for out in outputs_of(graph) for base in line(out)}
+    returned = [out for out in outputs_of(graph) if isinstance(out, fx.Node)]  # others are sizes
+    return {named(node, "self") for node in written} | {base for out in returned for base in line(out)}
 
 
 def caches(graph: fx.Graph) -> set[fx.Node]:

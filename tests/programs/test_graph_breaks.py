@@ -179,3 +179,45 @@ def test_a_cache_that_an_earlier_graph_gave_grows_whole(ranks):
         assert prompt.gathers and tokens
         for report in tokens:  # one of 14 tokens, and one of any number
             assert report.refusal is None and not report.gathers and report.sites[0].refusal is None
+
+
+class Writes(nn.Module):
+    """In place, to what crossed a break: no leaf, so torch allows it."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.qkv, self.out, self.write = nn.Linear(16, 48), nn.Linear(16, 16), write
+        self.double()
+
+    def forward(self, x):
+        q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+        y = 2 * F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
+        torch._dynamo.graph_break()
+        self.write(y, self.out(x))
+        return self.out(y.tanh())
+
+
+WRITTEN = {
+    "to all of it": lambda y, x: y.add_(x),
+    "to a slice": lambda y, x: y[:, :, :4].mul_(3.0),
+    "to a row": lambda y, x: y[:, 0].copy_(x[:, 1]),
+}
+
+
+def written(name):
+    """Over two lengths: the error of outputs and gradients, and what is refused."""
+    torch.manual_seed(0)
+    model, error, before = Writes(WRITTEN[name]), 0.0, len(ringopt.reports())
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
+    for rows in (21, 29):
+        x = torch.randn(2, rows, 16, dtype=torch.float64, requires_grad=True)
+        found, expected = ([y, *torch.autograd.grad(y.sin().sum(), [x, *model.parameters()])]
+                           for y in (compiled(x), model(x)))  # fmt: skip
+        error = max(error, *(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True)))
+    return error, [report.refusal for report in ringopt.reports()[before:]]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_crosses_a_break_is_written_in_place_at_every_length(ranks, name):
+    for error, refusals in ranks(2, written, name):
+        assert error < 1e-10 and refusals == [None] * 4

@@ -287,3 +287,23 @@ def test_an_attention_says_itself_what_the_sequence_is():
 def test_the_report_names_the_line():
     (note,) = validate(2, Layers(min_gru), given()).report.notes
     assert "cumsum (test_mixing.py:" in note and "logcumsumexp (test_mixing.py:" in note
+
+
+class Counted(nn.Module):
+    """A break between convolutions, over which a size goes too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Conv1d(3, WIDTH, 3, padding=1), nn.Conv1d(WIDTH, 3, 3, padding=1)
+        self.double()
+
+    def forward(self, x):
+        n, x = x.shape[2] + 1, self.first(x).tanh()
+        torch._dynamo.graph_break()
+        return self.last(x) / n
+
+
+def test_a_graph_that_returns_a_size():
+    reports = run_over(Counted(), [(pictures((2, 3, rows)),) for rows in (14, 19)], 2).reports
+    assert not any(report.refusal for report in reports) and all(report.sharded_fraction == 1 for report in reports)
