@@ -34,7 +34,7 @@ SYNONYMS = {
 # ---- elementwise, without the tag torch.Tag.pointwise on all overloads -----------------------------------------------
 ELEMENTWISE = frozenset(
     {"where", "masked_fill", "rsub", "floor_divide", "nan_to_num", "square", "softplus", "hardswish", "log_sigmoid"}
-    | {"__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "isclose"}
+    | {"__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "isclose", "leaky_relu"}
 )
 
 # ---- products and what surrounds them --------------------------------------------------------------------------------
