@@ -10,13 +10,12 @@ import torch.fx as fx
 
 from ringopt.dims.op_families import SYNONYMS
 from ringopt.frontend.functionalize import instead
-from ringopt.frontend.shuffles import shuffle_by_views
-from ringopt.ir.memory import laying_out, order_of
+from ringopt.frontend.shuffles import shuffle_by_views, spell_in_steps
+from ringopt.ir.memory import order_of
 from ringopt.ir.nodes import emit, is_aten, is_undropped, named, op_name, origin, requires_grad, shape_of, value_of
 from ringopt.ir.notes import STANDS_FOR, VIEW_OF
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import is_open
-from ringopt.torch_compat.fake_tensors import enable_python_dispatcher
 from ringopt.torch_compat.schema import OpOverload, schema_of
 
 aten = torch.ops.aten
@@ -235,15 +234,9 @@ def transform_by_dims(graph: fx.Graph) -> None:
         dims = range(rank - len(sizes or shape_of(x)), rank) if dims is None else dims
         each = list(zip(dims, sizes or [None] * len(dims), strict=True))
         others, last = OF_DIMS[node.target]
-        steps = [*((others, *pair) for pair in each[:-1]), (last, *each[-1])]
-        with graph.inserting_before(node), enable_python_dispatcher():
-            for target, dim, size in steps[::-1] if last is aten.fft_rfft.default else steps:
-                x = emit(graph, target, (x, None if size == -1 else size, dim, norm), node)
-            for target, args in laying_out(value_of(node).stride()):  # for views that are made of it
-                x = emit(graph, target, (x, *args), node)
-        if value_of(x).stride() == value_of(node).stride():
-            node.replace_all_uses_with(x)
-            graph.erase_node(node)
+        pairs = [*((others, *pair) for pair in each[:-1]), (last, *each[-1])]
+        steps = [(target, None if size == -1 else size, dim, norm) for target, dim, size in pairs]
+        spell_in_steps(node, reversed(steps) if last is aten.fft_rfft.default else steps)
 
 
 def count_in_memory(graph: fx.Graph) -> None:

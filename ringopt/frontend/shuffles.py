@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,19 +23,26 @@ def shuffle_by_views(graph: fx.Graph) -> None:
     """Pixels made of channels, and back (depth to space), channels that change places, and patches that do not overlap:
     views of several dims."""
     for node in [node for node in graph.nodes if node.target in SHUFFLES]:
-        x, found = node.args[0], SHUFFLES[node.target](node)
-        if found is None:
-            continue
-        split, order = found
-        steps = ((aten.reshape.default, split), (aten.permute.default, order), (aten.reshape.default, shape_of(node)))
-        with graph.inserting_before(node), enable_python_dispatcher():
-            for target, numbers in steps:
-                x = emit(graph, target, (x, list(numbers)), node)
-            for target, args in laying_out(value_of(node).stride()):
-                x = emit(graph, target, (x, *args), node)
-        if value_of(x).stride() == value_of(node).stride():
-            node.replace_all_uses_with(x)
-            graph.erase_node(node)
+        if found := SHUFFLES[node.target](node):
+            split, order = found
+            sizes = list(shape_of(node))
+            spell_in_steps(
+                node, [(aten.reshape.default, split), (aten.permute.default, order), (aten.reshape.default, sizes)]
+            )
+
+
+def spell_in_steps(node: fx.Node, steps: Iterable[tuple[Any, ...]]) -> None:
+    """Puts operators one after the other in the place of one: each with what it is called with beside the tensor.
+    Nothing is done where the result would lie otherwise in memory."""
+    graph, x = node.graph, node.args[0]
+    with graph.inserting_before(node), enable_python_dispatcher():
+        for target, *args in steps:
+            x = emit(graph, target, (x, *args), node)
+        for target, laid in laying_out(value_of(node).stride()):  # for views that are made of it
+            x = emit(graph, target, (x, *laid), node)
+    if value_of(x).stride() == value_of(node).stride():
+        node.replace_all_uses_with(x)
+        graph.erase_node(node)
 
 
 Shuffle = tuple[list[Any], list[int]]  # how the operand's dims are split, and the order of these

@@ -23,6 +23,7 @@ from ringopt.ir.placement import Layouts, Sharded
 from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.ops import operators
 
+# Where most of the work of a program is.
 WEIGHTY = frozenset((*PRODUCTS, *CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS))
 
 

@@ -233,3 +233,34 @@ def test_an_error_where_draws_are_looked_for_does_not_end_the_program(monkeypatc
     assert torch.equal(found, model(ids(12)))
     assert "capture failed with ZeroDivisionError" in ringopt.reports()[-1].refusal
     assert any("ZeroDivisionError" in message for message in caplog.messages)
+
+
+class ChannelsLast(nn.Module):
+    """As in ConvNeXt: a norm of rows that lie transposed in memory, whose strides torch decides by their number."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide, self.norm, self.out = nn.Conv2d(3, 8, 3, padding=1), nn.LayerNorm(8), nn.Linear(8, 8)
+        self.double()
+
+    def forward(self, x):
+        return self.out(self.norm(self.wide(x).permute(0, 2, 3, 1)))
+
+
+def pictures_of_two_sizes() -> tuple[float, list[tuple[str, ...]]]:
+    model, error, before = ChannelsLast(), 0.0, len(ringopt.reports())
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
+    for rows in (14, 20):
+        x = torch.randn(2, 3, rows, 9, dtype=torch.float64, requires_grad=True)
+        found, expected = (
+            [y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])] for y in (compiled(x), model(x))
+        )
+        error = max(error, *(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)))
+    return error, [report.notes for report in ringopt.reports()[before:]]
+
+
+def test_a_compiler_that_asks_for_the_rows_of_a_rank_has_a_graph_for_each_size(ranks):
+    for error, told in ranks(2, pictures_of_two_sizes):
+        assert error < 1e-10 and len(told) == 2
+        assert "compiled for these sizes only: the compiler behind ringopt asks for a number" in told[-1][-1]

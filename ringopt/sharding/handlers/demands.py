@@ -20,14 +20,13 @@ from math import prod
 import torch.fx as fx
 
 from ringopt.calls import AttentionCall
-from ringopt.dims.contraction_rules import PRODUCTS
-from ringopt.dims.op_families import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
 from ringopt.dims.rule import ViewRule
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import LIKE, NEW, is_aten, op_name, shape_of, tensor_args
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import divides, is_open
 from ringopt.ops import operators
+from ringopt.sharding.behind_breaks import WEIGHTY
 from ringopt.sharding.emit import enough_rows
 from ringopt.sharding.handlers.branches import branches
 from ringopt.sharding.handlers.joins import JOINS
@@ -39,7 +38,7 @@ from ringopt.torch_compat.symbolic_shapes import statically_known_true
 Demand = tuple[fx.Node, Sharded]
 
 # What makes an activation of less: to compute it whole is to hold it, and its gradient, whole.
-WORK = frozenset((*PRODUCTS, *CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS, "embedding"))
+WORK = WEIGHTY | {"embedding"}
 
 
 def sources(

@@ -13,12 +13,11 @@ from collections.abc import Collection, Iterator
 import torch.fx as fx
 
 from ringopt.context_parallel.geometry.layouts import chunks_per_rank
-from ringopt.dims.contraction_rules import PRODUCTS
-from ringopt.dims.op_families import CONVOLUTIONS
 from ringopt.ir.nodes import op_name
 from ringopt.ir.placement import Layouts, Sharded
 from ringopt.ir.symbolic_sizes import is_open
 from ringopt.recognize.row_pairs import Pairs
+from ringopt.sharding.behind_breaks import WEIGHTY
 from ringopt.sharding.emit import enough_rows
 from ringopt.sharding.grains import inside_chunks
 from ringopt.sharding.handlers.demands import Demand, climb
@@ -68,7 +67,7 @@ def made_in_products(sharder: Sharder, node: fx.Node, place: Sharded) -> bool:
     while pending:
         here, at = pending.pop()
         above = climb(sharder, here, at) if here.op == "call_function" and here not in seen else None
-        if above and op_name(here) in (*PRODUCTS, *CONVOLUTIONS):
+        if above and op_name(here) in WEIGHTY:
             return True
         seen.add(here)
         pending += above or []

@@ -42,7 +42,7 @@ from ringopt.torch_compat import dynamo
 from ringopt.torch_compat.pytree import tree_leaves
 
 EXACT = 1e-8  # float64, relative to the largest entry of each tensor
-INEXACT = 1e-4
+INEXACT = 1e-4  # however inexact a program is by itself
 TIMES = 10  # as far as the last bit of each weight moves the numbers: statistics of two values lose all others
 SMALL = 1e-4  # of the largest entry of all: what is smaller than that may be rounding alone
 
