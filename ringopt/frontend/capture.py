@@ -106,14 +106,16 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], shape_env: ShapeE
 
 
 def like(value: Any, given: Any) -> Any:
-    """What stands for an input, made by an operator where the input was: to a leaf nothing may be written in place, as
-    to a value that crosses a graph break. (Dynamo's own value of an open size is a leaf.)"""
-    made = isinstance(given, torch.Tensor) and given.requires_grad and not given.is_leaf
-    if not made or not value.is_leaf:
+    """What stands for an input, a leaf or not and with a gradient or not as the input is: to a leaf nothing may be
+    written in place, as to a value that crosses a graph break. (Dynamo's own value of an open size is a leaf, and has
+    a gradient once the graph has written to it what has.)"""
+    if not isinstance(given, torch.Tensor) or not value.is_leaf:
+        return value
+    value.requires_grad_(given.requires_grad)
+    if given.is_leaf or 0 in value.stride():  # (to what is expanded nobody writes)
         return value
     with torch.enable_grad():
-        copied = value.clone()
-    return copied if copied.stride() == value.stride() else value
+        return value.new_empty_strided(value.shape, value.stride()).copy_(value)
 
 
 def note_strides(graph: fx.Graph) -> None:

@@ -14,7 +14,6 @@ import torch.fx as fx
 from ringopt.ir.memory import laying_out
 from ringopt.ir.nodes import emit, named, shape_of, value_of
 from ringopt.ir.symbolic_sizes import is_open
-from ringopt.torch_compat.fake_tensors import enable_python_dispatcher
 
 aten = torch.ops.aten
 
@@ -35,7 +34,7 @@ def spell_in_steps(node: fx.Node, steps: Iterable[tuple[Any, ...]]) -> None:
     """Puts operators one after the other in the place of one: each with what it is called with beside the tensor.
     Nothing is done where the result would lie otherwise in memory."""
     graph, x = node.graph, node.args[0]
-    with graph.inserting_before(node), enable_python_dispatcher():
+    with graph.inserting_before(node):
         for target, *args in steps:
             x = emit(graph, target, (x, *args), node)
         for target, laid in laying_out(value_of(node).stride()):  # for views that are made of it

@@ -15,6 +15,7 @@ from ringopt.ir.autograd_function import HigherOrder
 from ringopt.ir.notes import CHECKPOINTED, PARAMETER
 from ringopt.ir.symbolic_sizes import plain
 from ringopt.torch_compat import inductor
+from ringopt.torch_compat.fake_tensors import enable_python_dispatcher
 from ringopt.torch_compat.schema import OpOverload, schema_of
 from ringopt.torch_compat.tracing import TracingContext
 
@@ -215,12 +216,14 @@ def eliminate_dead_code(graph: fx.Graph) -> None:
 
 
 def emit(graph: fx.Graph, target: Any, args: Any, like: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:
-    """A new call of `target` with its fake value and the source location of `like`."""
+    """A new call of `target` with its fake value and the source location of `like`. An operator that is made of others
+    leaves open sizes open."""
     name = schema_of(target).name.split("::")[1]
     new = graph.create_node("call_function", target, tuple(args), kwargs or {}, name)
     new.meta = origin(like)
     given, named = fx.map_arg((new.args, new.kwargs), value_of)
-    new.meta["val"] = target(*given, **named)
+    with enable_python_dispatcher():  # some of torch's C++ forms fix a size that is open
+        new.meta["val"] = target(*given, **named)
     return new
 
 

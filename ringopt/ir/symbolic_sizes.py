@@ -20,7 +20,7 @@ import torch.fx as fx
 from torch.fx.node import map_aggregate
 
 from ringopt.torch_compat.operators import ASSERT_SCALAR
-from ringopt.torch_compat.symbolic_shapes import ShapeEnv, computed, statically_known_true
+from ringopt.torch_compat.symbolic_shapes import ShapeEnv, SymNode, computed, statically_known_true
 
 OPEN = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -134,7 +134,12 @@ def slice_of(size: Any, start: Any = None, end: Any = None, step: int = 1) -> tu
 def at_hand(size: Any) -> int:
     """The hint: the size for the inputs at hand. For figures in a report and for samples only: no guard is made, so
     nothing that must hold for other lengths may depend on it."""
-    return int(size.node.hint) if isinstance(size, OPEN) else int(size)
+    if not isinstance(size, OPEN):
+        return int(size)
+    node = size.node
+    if node.hint is None:  # sums of sizes that cross a graph break may have lost theirs; made anew, they have one
+        node = SymNode(node.expr, node.shape_env, node.pytype, None)
+    return int(node.hint)
 
 
 def longest(size: Any) -> int:

@@ -1,5 +1,6 @@
 """Conjugates: the call that the backward of an operator makes, for the table of traits (traits.py). Each function takes
-the call of the forward. Tests compare the bytes that these calls send with those of autograd.
+the call of the forward, and tells of arguments those that say what is sent. Tests compare the bytes that these calls
+send with those of autograd.
 """
 
 from __future__ import annotations
@@ -81,28 +82,21 @@ def attention_backward(call: SizedCall) -> SizedCall:
 
 def picked_backward(call: SizedCall) -> SizedCall:
     """Of picked, where all its operands have gradients."""
-    operands = call.arguments["operands"]
-    return call.conjugate("picked_backward", operands, grad=call.value, wanted=list(range(len(operands))))
+    return call.conjugate("picked_backward", call.arguments["operands"])
 
 
 def scan_backward(call: SizedCall) -> SizedCall:
     """Of scan, where all its operands have gradients."""
-    operands = [*call.arguments["init"], *call.arguments["xs"], *call.arguments["consts"]]
-    results = list(call.value)
-    kept = results[len(results) - len(call.arguments["init"]) :] if call.arguments.get("keeps") else []
-    given = {"grads": results[: len(results) - len(kept)], "kept": kept or None}
-    return call.conjugate("scan_backward", operands, **given, wanted=list(range(len(operands))))
+    return call.conjugate("scan_backward", [x for part in ("init", "xs", "consts") for x in call.arguments[part]])
 
 
 def sharded_scan_backward(call: SizedCall) -> SizedCall:
     """Of sharded_scan."""
-    back, results = scan_backward(call), call.value
-    kept = results[len(results) - 2 * len(call.arguments["init"]) :]
-    return back.conjugate("sharded_scan_backward", back.value, kept=kept)
+    back = scan_backward(call)
+    return back.conjugate("sharded_scan_backward", back.value)
 
 
 def sharded_kernel_scan_backward(call: SizedCall) -> SizedCall:
     """Of sharded_kernel_scan, where all its operands have gradients."""
     operands = [call.arguments["state"], *call.arguments["xs"], *call.arguments["shared"]]
-    given = {"grads": call.value[:-2], "kept": call.value[-2:], "wanted": list(range(len(operands)))}
-    return call.conjugate("sharded_kernel_scan_backward", operands, **given)
+    return call.conjugate("sharded_kernel_scan_backward", operands)

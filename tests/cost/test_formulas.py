@@ -51,6 +51,19 @@ def test_formulas_agree_over_nodes(pattern: str, layout: str, strategy: str, ran
         assert found[name] == max(bytes_between(plan, HEADS, rank, 2, way) for rank in range(ranks))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "pattern", "node"), [("ulysses", 4, "full", 0), ("hybrid(4)", 8, "window(64)", 4)]
+)
+def test_what_a_backward_holds_that_trades_rows_for_heads(strategy: str, ranks: int, pattern: str, node: int) -> None:
+    """To the byte, of numbers that are summed as they are. The most is held in the end: all that came, the gradients,
+    and these packed for the ranks that they belong to, with what comes of theirs."""
+    case = Case(pattern, 16384, 16384, Heads(1, 8, 8, 64, 64, 4, 4, "float32", "flash"), True)
+    (name, width), rates = volume_name(pattern), dataclasses.replace(RATES, node=node, between=FAR)
+    closed = formulas_of(name, "contiguous", named_strategy(strategy))
+    found = closed.at(numbers(case, width, ranks, rates, trading(strategy)))
+    assert found["memory_backward"] == most_memory(case.plan(ranks, "contiguous", strategy), case.heads).backward
+
+
 def agree(pattern: str, layout: str, strategy: str, ranks: int, rates: Rates) -> tuple[dict[str, float], Plan]:
     case = Case(pattern, 16384, 16384, HEADS, True)
     (name, width), node = volume_name(pattern), trading(strategy)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from ringopt.context_parallel.plan.strategies import MERGE
 from ringopt.cost.choose import Case
-from ringopt.cost.memory import most_memory
+from ringopt.cost.memory import made_bytes, memory_of, most_memory
 from ringopt.cost.simulate import Heads
 from ringopt.distributed.mesh import PretendedMesh, register
 from ringopt.tools.benchmarks.lab.names import FEW, STRATEGIES
@@ -89,3 +90,21 @@ def test_the_ring_falls_as_1_over_p() -> None:
         assert held[p].forward * p == pytest.approx(held[2].forward * 2, rel=0.1)
         # Of two ranks none passes on what others summed.
         assert held[p].training * p == pytest.approx(held[2].training * 2, rel=0.4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "itemsize", "beside"), [("float32", 4, 512 * (8 + 1) * 4), ("bfloat16", 2, 4096 * 8 * 2)]
+)
+def test_only_sums_of_more_bits_are_copied_into_results(dtype: str, itemsize: int, beside: int) -> None:
+    """8 chunks of 512 rows on one rank, 8 numbers a head. Beside the sums of 4096 rows in 32 bits stands the result of
+    one chunk, output and log-sum-exp; in the end, of 16 bits, the whole output."""
+    heads = Heads(1, 1, 1, 8, 8, itemsize, 4, dtype, "flash")
+    plan = Case("chunked(512)", 4096, 4096, heads, False).ring(1, "contiguous")
+    assert memory_of(plan, heads, 0).forward == 4096 * (8 + 1) * 4 + beside
+
+
+def test_keys_that_are_made_where_they_are_used_are_there_a_piece_at_a_time() -> None:
+    """Of 8 rows on 2 ranks each piece has 4, of 4 heads with 16 numbers a key and 16 a value."""
+    plan = Case("full", 8, 8, WIDE, False).ring(2, "contiguous")
+    assert made_bytes(plan, replace(WIDE, latent=3), 0) == 4 * (4 * (16 + 16) * 4)
+    assert made_bytes(plan, WIDE, 0) == 0

@@ -37,12 +37,15 @@ def test_states_do_not_grow_with_the_tokens() -> None:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_what_is_computed_by_states(training: bool) -> None:
-    """Each rank its steps, and what they carry on for the state and each column of a map; training, twice as much
-    backward, and the states again."""
-    fast = replace(H100, link=replace(H100.link, rate=1e30, latency=0.0))
-    given = ScanCase(8e12, 4e12, 1, 1, 3, 2, training)
-    seconds = {one.strategy: one.seconds * fast.default.rate for one in given.predictions(fast)}
-    run, part = 4e12, 2e12
-    expected = 3 * run + (1 + 3 + 3) * part if training else run + (1 + 3) * part
-    assert seconds["states"] == pytest.approx(expected)
+def test_what_is_computed(training: bool) -> None:
+    """By states each rank runs its steps, and what they carry on for the state and each column of a map; training,
+    twice as much backward, and the states again. By heads there are no maps, but all that has tokens is laid out anew:
+    read and written, here and there, both ways."""
+    rate = H100.default.rate
+    fast = replace(H100, link=replace(H100.link, rate=1e30, latency=0.0), touch=rate)  # a byte takes as long as a FLOP
+    given = ScanCase(work=8e12, carried=4e12, sent=1, moved=10**12, columns=3, ranks=2, training=training)
+    seconds = {one.strategy: one.seconds * rate for one in given.predictions(fast)}
+    run, part, touched = 4e12, 2e12, 4e12
+    states = 3 * run + (1 + 3 + 3) * part if training else run + (1 + 3) * part
+    heads = 3 * run + part + 2 * touched if training else run + touched
+    assert (seconds["states"], seconds["heads"]) == (pytest.approx(states), pytest.approx(heads))

@@ -7,14 +7,15 @@ import dataclasses
 import pytest
 import torch
 
+from ringopt.context_parallel.geometry.pattern import Full, Kind
 from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
-from ringopt.context_parallel.plan.exchange import Cargo
+from ringopt.context_parallel.plan.exchange import Block, Cargo
 from ringopt.context_parallel.plan.head_exchange import head_exchange_of
 from ringopt.context_parallel.plan.plan_of import exchange_of
 from ringopt.cost.choose import Case, choose_layout, choose_strategy, duration, estimate
 from ringopt.cost.memory import memory_of
 from ringopt.cost.message_bytes import bytes_sent
-from ringopt.cost.simulate import Heads, balance, pairs_of, simulate
+from ringopt.cost.simulate import Heads, balance, pairs_of, simulate, tile_seconds
 from ringopt.hardware.devices import Link
 from ringopt.hardware.rates import Rates, Speed, cautious, rates_of
 
@@ -66,6 +67,16 @@ def test_messages_one_way_may_take_less_than_both_ways() -> None:
         plan = exchange_of(ShardedPattern.of_self_attention("causal", 8, 2, layout), "ring")
         spans = simulate(plan, ONE, shared, False, drawn=True).spans
         assert {span.stop - span.start for span in spans if span.kind == "exchange"} == {exchange}
+
+
+def test_what_a_tile_gives_is_added_to_sums() -> None:
+    """Two numbers are read and one is written, of 4 bytes, at a byte a second: of 5 queries 7 and the log-sum-exp.
+    Backward the gradients of 9 keys, 10 numbers each, are counted twice beside them."""
+    tile, heads = Block(range(5), range(9), Kind.FULL), dataclasses.replace(ONE, key_dim=3, value_dim=7)
+    free = dataclasses.replace(ROUND, default=Speed(1e30), touch=1.0)
+    forward, backward = (tile_seconds(Full(5, 9), tile, heads, free, way) for way in (False, True))
+    assert forward == pytest.approx(3 * 5 * (7 + 1) * 4)
+    assert backward == pytest.approx(3 * (5 * (7 + 1) + 2 * 9 * (3 + 7)) * 4)
 
 
 def test_a_rank_waits_for_one_that_computes_longer() -> None:

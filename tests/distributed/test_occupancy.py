@@ -271,5 +271,32 @@ def test_threads_of_the_engine_belong_to_the_thread_that_called_it(known: bool) 
     assert occupancy._inside is None and occupancy._depth == 0
 
 
+def test_a_backward_is_inside_from_its_first_message_to_its_end() -> None:
+    """Between two messages too, when none of them is under way. It ends once, however often it has entered."""
+    occupancy, found = Occupancy(), list[bool]()
+
+    def ask_from_outside() -> None:
+        def ask() -> None:
+            found.append(occupancy.enter() is None)
+            if found[-1]:
+                occupancy.leave()
+
+        in_threads(ask, at_once=False)
+
+    def message(_: torch.Tensor) -> None:
+        assert occupancy.enter() is None
+        occupancy.leave()
+        ask_from_outside()
+
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    for value in (x, y):
+        value.register_hook(message)
+    y.backward()
+    assert found == [False, False], "of two messages"
+    ask_from_outside()
+    assert found[-1], "the backward is over"
+
+
 def test_errors_are_those_of_communication() -> None:
     assert issubclass(RingThreadError, RingCommError)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringopt
@@ -19,6 +20,7 @@ from ringopt.distributed.intra_node import discovery, process_vm
 from ringopt.distributed.lookup import DEFAULT_TIMEOUT, mesh_of, process_mesh
 from ringopt.distributed.mesh import forget_all
 from ringopt.distributed.process import ProcessMesh
+from ringopt.distributed.standing import Call
 from ringopt.distributed.traffic import record_traffic
 from ringopt.errors import OptionError, RingCommError, RingMismatchError
 from tests.context_parallel.reference import assert_near, join, problem, sdpa, shard, visible
@@ -162,6 +164,21 @@ def test_a_new_process_group_gets_a_new_mesh(ranks: Ranks, tmp_path: Any) -> Non
 def test_without_a_process_group() -> None:
     with pytest.raises(OptionError, match=r"torch.distributed is not initialized: run under torchrun"):
         process_mesh()
+
+
+@pytest.mark.parametrize(("backend", "size"), [("fake", 4), ("gloo", 1)])
+def test_what_a_rank_does_is_told_to_others_alone(backend: str, size: int) -> None:
+    """Of torch's backend "fake" there are none: its store may hold nothing, and fail where something is put in."""
+    store = dist.HashStore()
+    dist.init_process_group(backend, store=store, rank=size - 1, world_size=size)
+    try:
+        mesh, call = process_mesh(), Call("compiles a graph")
+        before = store.num_keys()
+        mesh.stands(call, publish=True)
+        assert (mesh.recent.call, store.num_keys()) == (call, before)
+    finally:
+        forget_all()
+        dist.destroy_process_group()
 
 
 # ---- the operator ----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from ringopt.distributed import standing
 from ringopt.distributed.groups import met_group
 from ringopt.distributed.lookup import DEFAULT_TIMEOUT, process_mesh
-from ringopt.distributed.standing import MOST, Call, Recent, differences_of_calls
+from ringopt.distributed.standing import MOST, Call, Recent, differences, differences_of_calls
 from ringopt.errors import RingCommError
 from tests.distributed.reading import needs_reading
 
@@ -106,6 +107,19 @@ def test_calls_told_apart() -> None:
         "int64; another graph (without dropout)"
     )
     assert differences_of_calls(1, {0: one, 1: one}) == ""
+
+
+def test_who_has_heard_of_all_ranks_waits_no_longer() -> None:
+    """Both have failed, and say so: neither waits out its patience for the other."""
+    store, calls = dist.HashStore(), [Call("calls a compiled graph"), Call("compiles a graph", gradients=True)]
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(lambda rank: differences(store, "a mesh", rank, 2, calls[rank], patience=6.0), range(2)))
+    assert time.monotonic() - began < 3.0
+    assert said == [
+        "This rank calls a compiled graph; rank 1 compiles a graph with gradients on where this rank has them off",
+        "This rank compiles a graph; rank 0 calls a compiled graph with gradients off where this rank has them on",
+    ]
 
 
 def test_events_are_few_and_cost_little(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ringopt.distributed import traffic as log
-from ringopt.distributed.traffic import log_event, record_traffic
+from ringopt.distributed.traffic import Traffic, log_event, record_traffic
 from tests.harness.threads import ThreadMesh, run_on_threads
 
 
@@ -83,11 +83,15 @@ class Stream:
             return (other.at - self.at) * 1e3
 
 
-def test_on_a_gpu_events_are_when_it_comes_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Stream()
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, stream: Stream) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", stream.event)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+def test_on_a_gpu_events_are_when_it_comes_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream()
+    on_a_gpu(monkeypatch, stream)
     log.mark()
     log_event("computed", "before", 0)
     assert stream.marks == 0, "nothing is marked while nobody records"
@@ -106,3 +110,12 @@ def test_on_a_gpu_events_are_when_it_comes_to_them(monkeypatch: pytest.MonkeyPat
     assert other.seconds < begin + 1, "of a GPU that was not in use at the begin, the host's"
     traffic.settle()
     assert traffic.events == [posted, waited, other] and stream.marks == 5
+
+
+def test_a_recording_is_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marks of a GPU are of one recording; they neither tell it apart from another one nor are shown."""
+    on_a_gpu(monkeypatch, Stream())
+    with record_traffic() as outer, record_traffic() as inner:
+        log_event("computed", "a", 0)
+        copied = Traffic(list(outer.events))
+        assert outer == inner == copied and repr(outer) == repr(copied) == f"Traffic(events={outer.events})"

@@ -103,6 +103,17 @@ def test_json_keeps_every_float(value):
     assert back is term
 
 
+def test_json_has_numbers_and_words_as_they_are():
+    """What JSON cannot say is a word: inf. The text is part of a graph, and read by people."""
+    halved = applied("div", [load(0, [], FLOAT), 2.5], FLOAT, [("rounding_mode", "floor")])
+    hidden = applied("maximum", [load(0, [], FLOAT), -math.inf], FLOAT)
+    assert dumps(halved, hidden)[1:3] == [
+        ["op", "float32", "div", [[0], 2.5], {"rounding_mode": "floor"}],
+        ["op", "float32", "maximum", [[0], {"float": "-inf"}], {}],
+    ]
+    assert loads_terms(json.loads(json.dumps(dumps(halved, hidden)))) == (halved, hidden)
+
+
 def test_json_knows_sources_by_number_only():
     with pytest.raises(TypeError, match="'mask': a source is written as its number"):
         dumps(load("mask", [K], INT))

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ringopt.ir.real_strides import EVERYWHERE, ON_CPU, RealStrides
 from tests.harness.translation import validate_function
@@ -86,6 +87,16 @@ def test_strides_of_any_index(seed):
         assert [a for a, n in zip(found, shape, strict=True) if n > 1] == [
             a for a, n in zip(real, shape, strict=True) if n > 1
         ], [(x.shape, x.stride()) for x in (call[1], *call[2]) if x is not None]
+
+
+def test_a_mask_beside_numbers_of_as_many_rows_as_it_picks():
+    """How many a mask picks is open, until the program says so. A mask has no strides along what it picks."""
+    mode, x, mask = RealStrides(shape_env=ShapeEnv()), torch.randn(5, 3), torch.tensor([1, 0, 1, 0, 1]) > 0
+    with mode:
+        x, mask = mode.from_tensor(x), mode.from_tensor(mask)
+        torch._check(x[mask].shape[0] == 3)
+        found = x[mask, torch.arange(3)]
+    assert (found.shape, found.stride()) == ((3,), (1,))
 
 
 class Rolled(nn.Module):

@@ -3,9 +3,11 @@ the report, the plan and the diff."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -388,3 +390,9 @@ def test_an_operator_without_a_row_is_refused() -> None:
         check_rows([*names, "ringopt::scater"])
     with pytest.raises(TypeError, match=r"rows without an operator: \['attention'\]"):
         check_rows(name for name in names if name != "ringopt::attention")
+
+
+def test_whoever_imports_the_operators_has_their_rows_checked() -> None:
+    with patch.dict(TABLE), pytest.raises(TypeError, match=r"without a row .*\['gather'\]"):
+        del TABLE["gather"]
+        importlib.reload(importlib.import_module("ringopt.ops"))

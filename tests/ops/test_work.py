@@ -1,17 +1,21 @@
-"""FLOPs of what stays on one device: two a multiplication, of the pairs that are seen."""
+"""FLOPs: two a multiplication, of the pairs that are seen."""
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
+import torch.fx as fx
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from ringopt.ir.nodes import op_name
 from ringopt.ops import operators
-from ringopt.ops.sized_call import SizedCall
-from ringopt.ops.traits import flops_of
+from ringopt.ops.sized_call import Operand, SizedCall
+from ringopt.ops.traits import TABLE, flops_of
+from ringopt.scans.body import to_text
 
 B, H, QUERIES, KEYS, D, DV = 2, 3, 5, 7, 4, 6
 SEEN = {"full": QUERIES * KEYS, "causal": sum(range(1, QUERIES + 1))}
@@ -44,3 +48,35 @@ def test_convolutions(dims, transposed):
     with FlopCounterMode(display=False) as counter:
         gm(x, weight)
     assert op_name(node) == name and flops_of(node, SizedCall.of(node, 1, 0)) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid(2)"])
+def test_all_ranks_together_compute_each_pair_once(strategy):
+    """Ranks that trade rows for heads compute all pairs of few heads; of "hybrid(2)", those of the rows of a node."""
+    ranks, length, shape = 4, 12, (B, 4, 3, D)
+    arguments = {
+        **dict.fromkeys("qkv", Operand(shape, torch.float32)), "q_length": length, "kv_length": length,
+        "pattern": "causal", "q_layout": "contiguous", "kv_layout": "contiguous", "strategy": strategy, "mask": "",
+    }  # fmt: skip
+    calls = [SizedCall("ring_attention", arguments, None, ranks, rank) for rank in range(ranks)]
+    found = [TABLE["ring_attention"].flops(call) for call in calls]
+    assert sum(found) == 2 * B * 4 * sum(range(1, length + 1)) * 2 * D
+    if strategy == "hybrid(2)":  # rows 0 to 5, and 6 to 11, which see more
+        assert found == [2 * B * 2 * pairs * 2 * D for pairs in (21, 21, 57, 57)]
+
+
+def test_tokens_that_masks_pick_are_shared_evenly():
+    """Each of two experts works on half of the 12 tokens."""
+    graph, aten = fx.Graph(), torch.ops.aten
+    x, *masks = (graph.placeholder(name) for name in ("x", "first", "second"))
+    weight, parts = graph.placeholder("weight"), []
+    for mask in masks:
+        rows = graph.call_function(operator.getitem, (graph.call_function(aten.where.default, (mask,)), 0))
+        picked = graph.call_function(aten.index.Tensor, (x, [rows]))
+        parts.append(graph.call_function(aten.mm.default, (picked, weight)))
+    graph.output((graph.call_function(aten.cat.default, (parts,)),))
+    body = to_text(fx.GraphModule({}, graph), 0, 4, 0)
+    masked = [Operand((12,), torch.bool)] * 2
+    operands = [Operand((12, D), torch.float32), *masked, Operand((D, DV), torch.float32)]
+    call = SizedCall("picked", {"body": body, "operands": operands}, None, 1, 0)
+    assert TABLE["picked"].flops(call) == 2 * (2 * 6 * D * DV)

@@ -13,6 +13,7 @@ from ringopt.drivers.compile import transform
 from ringopt.hardware.devices import Link
 from ringopt.hardware.rates import Rates, Speed
 from ringopt.options import Options
+from ringopt.overlap import all_at_once as module
 from tests.harness.translation import Seat, captured, difference
 from tests.overlap.test_start_early import Model, data, on_ranks, ordered
 
@@ -47,6 +48,17 @@ def test_where_it_pays(given: None, asked: dict[str, Any], strategy: str) -> Non
     assert one.strategy == strategy
     changed = "strategy gather in place of ring: all keys are under way behind"
     assert any(changed in each for each in one.notes) == (strategy == "gather")
+
+
+@pytest.mark.parametrize(("most", "strategy"), [(3, "gather"), (2, "ring")])
+@pytest.mark.parametrize("given", [RATES], indirect=True)
+def test_on_more_ranks_than_are_compared_nothing_is_changed(
+    given: None, monkeypatch: pytest.MonkeyPatch, most: int, strategy: str
+) -> None:
+    """Of more, the predictions are of fewer ranks. The last number that is compared still is."""
+    monkeypatch.setattr(module, "MOST_RANKS", most)
+    (one,) = transform(*captured(model(), data(60)), Options(), Seat(0, 3)).report.sites
+    assert one.strategy == strategy
 
 
 @pytest.mark.parametrize("given", [RATES], indirect=True)

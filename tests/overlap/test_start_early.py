@@ -14,19 +14,21 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ringopt
 from ringopt.backend import inner
 from ringopt.distributed import tickets
+from ringopt.distributed.mesh import PretendedMesh, register
 from ringopt.distributed.tickets import issue, redeem, settle
 from ringopt.drivers.compile import transform
 from ringopt.errors import RingMismatchError
 from ringopt.ir.nodes import op_name
 from ringopt.options import Options
 from ringopt.overlap.async_collectives import Budget
-from ringopt.overlap.start_early import early_aot_eager, gap_before, inductor_settings
+from ringopt.overlap.start_early import early_aot_eager, gap_before, inductor_settings, start_early
 from ringopt.passes import sync_gradients
 from ringopt.runtime.graph_boundary import examples
 from tests.harness.lengths import run_over
@@ -132,6 +134,23 @@ def test_exchanges_are_posted_before_what_needs_no_keys() -> None:
         "its exchange starts behind q (T); in the backward behind the gradients of o, up, down and 3 more (T), and "
         "ends behind those of q (T)"
     )
+
+
+def test_inductor_is_told_of_the_ticket() -> None:
+    """It lays out operands as they were when the graph was traced, and then there was no ticket among them: it is told
+    of a number that is a tensor."""
+    register(mesh := PretendedMesh(0, 2))
+
+    def program(x: Tensor, k: Tensor, v: Tensor) -> Any:
+        how = ("causal", "", [], 0.0, 1.0, "contiguous", "contiguous", "ring", "auto", mesh.name, "", "forward")
+        return torch.ops.ringopt.ring_attention(x @ x.mT @ x, k, v, [], None, None, 8, 8, *how)
+
+    graph = make_fx(program, tracing_mode="fake")(*torch.empty(3, 1, 1, 4, 2)).graph
+    start_early(graph)
+    (body,) = graph.find_nodes(op="call_function", target=torch.ops.ringopt.ring_attention.default)
+    values, _ = body.meta["eager_input_vals"]
+    assert op_name(body.args[-1]) == "ring_start" and [x.shape for x in values[:3]] == [(1, 1, 4, 2)] * 3
+    assert len(values) == len(body.args) and (values[-1].shape, values[-1].dtype) == ((), torch.int64)
 
 
 class Parallel(Block):

@@ -184,7 +184,9 @@ def test_without_keys_there_is_nothing_to_share():
     """As of a sequence of one token, without its first."""
     x, y = torch.randn(1, 2, 3, 8, dtype=torch.float64), torch.randn(1, 2, 0, 8, dtype=torch.float64)
     verdict = validate(2, Cross(), x.requires_grad_(), y.requires_grad_())
-    assert verdict.wrong == "" and verdict.report.sites[0].refusal == "0 rows for 2 ranks: every rank needs a row"
+    (site,) = verdict.report.sites
+    assert verdict.wrong == "" and site.refusal == "0 rows for 2 ranks: every rank needs a row"
+    assert site.bytes_sent == 0
 
 
 def test_a_strategy_that_is_asked_for_takes_rows_on_both_sides():

@@ -334,6 +334,26 @@ def test_one_process_runs_it_with_gradients(inner):
     assert any("a recurrence of 8 steps is one scan" in note for note in reports()[-1].notes)
 
 
+def rows_written_over(x, w):
+    """The second loop takes what the first has made for room: each of its rows is written before it is read."""
+    room, state, out = torch.zeros_like(x), torch.zeros_like(x[0]), []
+    for t in range(TOKENS):
+        room = (room * w + x[t].sin()) * w - (room * 2).cos() * w + x[t].exp()
+    for t in range(TOKENS):
+        state = state * w + x[t]
+        room[t] = state
+        out.append(room[t] * 2)
+    return torch.stack(out, 1)
+
+
+def test_a_loop_that_nobody_reads_once_another_is_a_scan_is_passed_over():
+    """The loop of more ops comes second, and then is a recurrence of no result."""
+    gm, context = assert_same_numbers(rows_written_over, given((TOKENS, WIDTH), (WIDTH,)))
+    assert ops(gm).count("scan") == 1 and "cos" not in ops(gm)
+    (note,) = context.notes
+    assert "state = state * w + x[t]" in note
+
+
 def test_it_can_be_switched_off():
     inputs = given((2, TOKENS, WIDTH), (WIDTH,))
     torch._dynamo.reset()

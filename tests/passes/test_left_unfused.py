@@ -93,6 +93,10 @@ REFUSED = {
         ),
         "the mask is made of the scores themselves, by topk",
     ),
+    "scores of other keys": (
+        lambda s, q, k, v, m: ((a := q @ k.mT) + a.flip(-1)).softmax(-1) @ v,
+        "a score is made of other products than that of its own query and key",
+    ),
     "weights of two": (
         lambda s, q, k, v, m: ((q @ k.mT).softmax(-1) * (k @ q.mT).softmax(-1)) @ v,
         "the weights are changed after the softmax, by more than a factor of whole rows or keys",

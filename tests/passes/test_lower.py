@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import ringopt
 from tests.harness.translation import validate_function
 
 BATCH, ROWS, HEADS, DEPTH = 2, 7, 3, 4
@@ -83,3 +84,20 @@ def test_a_view_behind_a_graph_break_on_one_process():
     expected = program(*given())
     compiled = torch.compile(program, backend="ring", options={"inner_backend": "eager"})
     assert (compiled(*given()) - expected).abs().max() < 1e-12
+
+
+def test_outputs_that_lay_apart_still_do():
+    """A scan gives all states at once, of which the last one is a part. Who writes to it writes to nothing else."""
+
+    def program(x):
+        state, states = torch.zeros_like(x[0]), []
+        for row in x:
+            state = state * 0.5 + row
+            states.append(state)
+        return torch.stack(states), state
+
+    compiled = torch.compile(program, backend="ring", options={"inner_backend": "eager"})
+    states, last = compiled(torch.ones(5, 2))
+    assert any("is one scan" in note for note in ringopt.reports()[-1].notes)
+    last.zero_()
+    assert states[-1].tolist() == [1.9375, 1.9375]

@@ -11,7 +11,7 @@ from torch.export import export
 import ringopt
 from ringopt.ir.nodes import is_tensor, shape_of
 from tests.harness.lengths import run_over
-from tests.harness.translation import validate
+from tests.harness.translation import validate, validate_function
 
 HEADS, ROWS, DEPTH = 2, 13, 4
 WIDTH = HEADS * DEPTH
@@ -148,6 +148,25 @@ NONE = {
 def test_what_has_no_pairs_of_rows(name):
     verdict = validate(2, Layers(NONE[name]), given())
     assert verdict.wrong == "" and verdict.report.sharded_fraction == 0 and verdict.report.notes == ()
+
+
+# Of keys and values that come from elsewhere, and of what little a program does beside products of its weights.
+SIDES = {
+    "made by a layer": (lambda x, y, w: torch.relu(x @ w[0] @ (y @ w[1]).mT) @ (y @ w[2]), ["matmul", "matmul"]),
+    "as they are given": (lambda x, y, w: torch.relu(x @ w[0] @ y.mT) @ y.sin(), []),
+}
+
+
+@pytest.mark.parametrize("name", SIDES)
+def test_keys_are_gathered_where_a_layer_makes_them_of_rows(name):
+    """What every rank has is not sent."""
+    program, gathered = SIDES[name]
+    inputs = [torch.randn(*sizes, dtype=torch.float64) for sizes in ((2, 7, 4), (2, 9, 4), (3, 4, 4), (64, 64))]
+    for each in inputs[:3]:
+        each.requires_grad_()
+    verdict = validate_function(2, lambda x, y, w, large: (program(x, y, w) + (large @ large).sum(),), inputs)
+    assert verdict.wrong == ""
+    assert [gather.op for gather in verdict.report.gathers] == [*gathered, "output"]
 
 
 def test_a_file_without_a_site_is_converted_for_its_pairs():

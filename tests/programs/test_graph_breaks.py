@@ -184,34 +184,42 @@ def test_a_cache_that_an_earlier_graph_gave_grows_whole(ranks):
 class Writes(nn.Module):
     """In place, to what crossed a break: no leaf, so torch allows it."""
 
-    def __init__(self, write):
+    def __init__(self, made, write):
         super().__init__()
-        self.qkv, self.out, self.write = nn.Linear(16, 48), nn.Linear(16, 16), write
+        self.qkv, self.out, self.made, self.write = nn.Linear(16, 48), nn.Linear(16, 16), made, write
         self.double()
 
     def forward(self, x):
         q, k, v = self.qkv(x)[:, None].chunk(3, -1)
-        y = 2 * F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
+        y = self.made(2 * F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
         torch._dynamo.graph_break()
         self.write(y, self.out(x))
         return self.out(y.tanh())
 
 
+@torch.compiler.disable
+def part_of_another(y):
+    """It lies in memory as no tensor that a graph makes."""
+    return torch.cat([y, y], -1)[..., 8:24]
+
+
 WRITTEN = {
-    "to all of it": lambda y, x: y.add_(x),
-    "to a slice": lambda y, x: y[:, :, :4].mul_(3.0),
-    "to a row": lambda y, x: y[:, 0].copy_(x[:, 1]),
+    "to all of it": (lambda y: y, lambda y, x: y.add_(x)),
+    "to a slice": (lambda y: y, lambda y, x: y[:, :, :4].mul_(3.0)),
+    "to a row": (lambda y: y, lambda y, x: y[:, 0].copy_(x[:, 1])),
+    "to a part of another": (part_of_another, lambda y, x: y[:, :, 4:].add_(x[..., :12])),
+    "to what has no gradient yet": (lambda y: y.new_zeros(y.shape), lambda y, x: y[:, :, :4].add_(x[..., :4])),
 }
 
 
 def written(name):
     """Over two lengths: the error of outputs and gradients, and what is refused."""
     torch.manual_seed(0)
-    model, error, before = Writes(WRITTEN[name]), 0.0, len(ringopt.reports())
+    model, error, before = Writes(*WRITTEN[name]), 0.0, len(ringopt.reports())
     compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
     for rows in (21, 29):
         x = torch.randn(2, rows, 16, dtype=torch.float64, requires_grad=True)
-        found, expected = ([y, *torch.autograd.grad(y.sin().sum(), [x, *model.parameters()])]
+        found, expected = ([y, *torch.autograd.grad(y.sin().sum(), [x, *model.parameters()], materialize_grads=True)]
                            for y in (compiled(x), model(x)))  # fmt: skip
         error = max(error, *(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True)))
     return error, [report.refusal for report in ringopt.reports()[before:]]
@@ -220,4 +228,4 @@ def written(name):
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_crosses_a_break_is_written_in_place_at_every_length(ranks, name):
     for error, refusals in ranks(2, written, name):
-        assert error < 1e-10 and refusals == [None] * 4
+        assert error < 1e-10 and not any(refusals)

@@ -10,11 +10,11 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ringopt.expr.evaluate import evaluate, show
-from ringopt.expr.terms import loads
+from ringopt.expr.terms import affine, axis, loads
 from ringopt.frontend.plain_spelling import rename_synonyms
 from ringopt.ir.constants import LARGEST, Constants
 from ringopt.ir.nodes import shape_of
-from ringopt.recognize.lift import Cone, Unreadable, coordinates
+from ringopt.recognize.lift import Cone, Unreadable, coordinates, pairs
 
 torch.manual_seed(0)
 X, Y, V = torch.randn(3, 4, 6), torch.randn(4, 6), torch.randn(6)
@@ -184,6 +184,15 @@ def test_places_of_a_long_sequence_are_a_line_without_their_numbers():
     assert show(pulled(gm, node, "q")[1]) == "2q+3"
 
 
+def test_an_axis_of_one_place_counts_for_nothing():
+    """Of a batch of 1 nothing depends on the batch."""
+    table = torch.tensor([[3, 5, 7, 9]])
+    gm, _ = traced(lambda: table + 1, ())
+    (node,) = gm.graph.find_nodes(op="get_attr")
+    cone = Cone(Constants(gm.graph, {node: table}), {"b": 1, "q": 4})
+    assert show(cone.at(node, (axis("b"), axis("q")))) == "2q+3"
+
+
 def test_a_factor_goes_to_every_summand():
     """So the places of a view, flat, are lines again and no products of sums."""
     gm, node = traced(lambda: torch.arange(24).view(2, 3, 4).repeat_interleave(2, 0), ())
@@ -220,6 +229,23 @@ def test_a_vector_of_differences_is_no_table():
 
     gm, node = traced(relative, (V,))
     assert show(pulled(gm, node, "qk")[1]) == "cumsum[k-q+2]"
+
+
+@pytest.mark.parametrize(
+    ("index", "found"),
+    [
+        ([axis("q"), axis("k")], True),
+        ([axis("k"), axis("h"), axis("q")], True),
+        ([affine({"k": 1, "q": -1}, 5)], False),  # a vector over differences
+        ([axis("h"), affine({"k": 1, "q": -1}, 5)], False),
+        ([affine({"k": 1, "q": -1}, 5), axis("k")], True),
+        ([axis("b"), axis("q")], False),
+        ([axis("q"), axis("q")], False),
+    ],
+)
+def test_what_is_read_at_pairs(index, found):
+    """Where a query and a key stand in different dims, there is a number for each pair of them."""
+    assert pairs(index) == found
 
 
 def test_a_climb_as_deep_as_a_model_ends():

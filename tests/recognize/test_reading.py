@@ -50,3 +50,9 @@ def test_what_is_read_of_a_site_has_no_choice_that_its_pattern_decides():
     found = reading_of([CAUSAL], bias, lambda source: False, known=Known({}, {"q": 6, "k": 8}))
     assert (found.pattern, found.sources, found.name) == ("causal", (near,), "causal & bias(near)")
     assert reading_of([CAUSAL], bias, lambda source: False).sources == (near, far)  # of unknown lengths
+
+
+def test_a_row_without_keys_is_0_unless_its_program_makes_it_nan():
+    """A mask that is handed to attention says nothing of such rows: they are 0, as those of SDPA."""
+    assert not reading_of([WINDOW], None, lambda source: False).mask.nan
+    assert reading_of([WINDOW], None, lambda source: False, nan=True).mask.nan

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.fx as fx
+import torch.nn.functional as F
 from torch import Tensor
 
 from ringopt.ir.nodes import op_name
 from ringopt.sharding.composite import parts_of
 from ringopt.torch_compat.fake_tensors import FakeTensorMode
+from tests.harness.translation import validate_function
 
 REAL, COMPLEX = torch.float64, torch.complex128
 
@@ -62,3 +64,14 @@ def test_what_is_known_is_left_as_it_is() -> None:
     x = torch.ones(2, 2)
     assert parts_of(call(torch.ops.aten.add.Tensor, x, x), frozenset()) is None
     assert parts_of(call(torch.ops.aten.outer.default, x[0], x[0]), frozenset({"outer"})) is None
+
+
+def test_of_several_results_each_is_that_of_its_own_part() -> None:
+    """dsplit consists of slices."""
+
+    def program(x: Tensor) -> tuple[Tensor]:
+        one, other = torch.dsplit(F.scaled_dot_product_attention(x, x, x, is_causal=True), 2)
+        return (one - 2 * other,)
+
+    verdict = validate_function(2, program, [torch.randn(2, 7, 4, dtype=REAL, requires_grad=True)])
+    assert verdict.wrong == "" and [gather.op for gather in verdict.report.gathers] == ["output"]

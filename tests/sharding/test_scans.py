@@ -168,6 +168,8 @@ def test_chunks_of_two_sizes_end_together():
     with patch("ringopt.sharding.grains.chunks_of", lambda pair: [pair]):
         assert grains_of(found, 4) == ((64, 6), (4, 6))
         assert grains_of(found, 7) == ((48, 8), (3, 8))
+        # 7 chunks of 64 are as long as 24 of 16 and one of 64 more: another sequence, which has its own.
+        assert grains_of([(64, 7), (16, 24)], 4) == ((64, 7), (16, 24))
 
 
 class Both(nn.Module):

@@ -70,9 +70,8 @@ class Packed:
             start = stop
 
     def slice_of(self, rows: Rows) -> Tensor | None:
-        """The part of the buffer that holds `rows`, if it holds them and nothing else between them."""
-        if not rows or rows[0] not in self.rows:
-            return None
+        """The part of the buffer that holds `rows`, of which the first is here; None unless all are, one after the
+        other."""
         first = self.rows.index(rows[0])
         if self.rows[first : first + len(rows)] != rows:
             return None

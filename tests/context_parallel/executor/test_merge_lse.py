@@ -98,3 +98,20 @@ def test_of_parts_that_wait_to_be_merged_at_once_none_is_lost(monkeypatch, numbe
         for rows, out, lse in parts:
             merged.add(rows, out.clone(), lse.clone())
     torch.testing.assert_close(at_once.result(), each.result(), rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_merged_is_the_result_without_another_launch(monkeypatch) -> None:
+    """Rows that lie apart are merged as they come, after the one part that waited."""
+    launched = []
+
+    def merged_at_once(*given):
+        launched.append(len(given[3]))
+        one_after_another(*given)
+
+    monkeypatch.setattr(merge_lse, "merge_parts_", merged_at_once)
+    monkeypatch.setattr(merge_lse, "limits_of", lambda device: OF_GPUS)
+    merged = MergedAtOnce(torch.zeros(1, 1, 4, 2, dtype=torch.bfloat16), 2)
+    merged.add(slice(0, 4), torch.ones(1, 1, 4, 2), torch.zeros(1, 1, 4))
+    merged.add(slice(1, 4, 2), torch.full((1, 1, 2, 2), 3.0), torch.zeros(1, 1, 2))
+    assert merged.result()[0].flatten().tolist() == [1, 1, 2, 2, 1, 1, 2, 2]
+    assert launched == [1]

@@ -8,7 +8,7 @@ import pytest
 
 from ringopt.context_parallel.geometry.layouts import LAYOUTS, Contiguous, Layout, Zigzag, layout_of
 from ringopt.context_parallel.geometry.pattern import Full
-from ringopt.context_parallel.geometry.rows import count
+from ringopt.context_parallel.geometry.rows import count, join
 from ringopt.errors import OptionError, PlanError
 
 SIZES = [(length, ranks) for length in (1, 2, 3, 5, 8, 16, 17, 67, 200) for ranks in (1, 2, 3, 4, 7, 8, 16)]
@@ -28,6 +28,16 @@ def test_laws(name: str, length: int, ranks: int) -> None:
     for start in range(0, length, 3):
         for stop in range(start, length + 1, 5):
             assert layout.owners(range(start, stop)) == {layout.owner(row) for row in range(start, stop)}
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, "replicated"])
+@pytest.mark.parametrize(("length", "ranks"), SIZES)
+def test_the_rows_of_a_rank_are_its_chunks(name: str, length: int, ranks: int) -> None:
+    """Where every rank has all of them too."""
+    layout = layout_of(name, length, ranks)
+    for rank in range(ranks):
+        chunks = (range(layout.edge(chunk), layout.edge(chunk + 1)) for chunk in layout.chunks(rank))
+        assert layout.ranges(rank) == join(chunks)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -163,3 +163,18 @@ def test_short_segments_are_computed_together_and_long_ones_alone() -> None:
     assert len(list(pattern_of("chunked(64)", 1024, 1024).tiles(rows, rows))) == 4
     kinds = {kind for *_, kind in pattern_of("chunked(512)", 1024, 1024).tiles(rows, rows)}
     assert kinds == {Kind.CAUSAL}
+
+
+@pytest.mark.parametrize(
+    ("keys", "narrowed"),
+    [
+        (range(9), range(6)),  # with the hole between
+        (range(1, 9), range(3, 6)),  # without the sink there is none
+        (range(0, 9, 2), range(0, 6, 2)),
+        (range(3), range(1)),
+        (range(6, 9), range(0)),  # none of these is seen
+    ],
+)
+def test_two_stretches_are_narrowed_to_the_keys_that_are_seen(keys: range, narrowed: range) -> None:
+    """Queries 4 and 5 of a window of two: each sees itself, the key before, and the first one, the sink."""
+    assert pattern_of("window(2,sinks=1)", 9, 9).narrowed(range(4, 6), keys) == narrowed

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ringopt.context_parallel.executor.attend import attend, attend_backward
 from ringopt.context_parallel.executor.operands import Attention, Operands, Saved
-from ringopt.context_parallel.geometry.layouts import Zigzag
+from ringopt.context_parallel.geometry.layouts import Contiguous, Zigzag
 from ringopt.context_parallel.geometry.parse import pattern_of
+from ringopt.context_parallel.geometry.rows import Rows
 from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.exchange import Exchange
 from ringopt.context_parallel.plan.head_exchange import HeadExchange, Part, head_exchange_of, prove_heads
@@ -146,6 +147,22 @@ def test_a_fault_is_refused(fault: dict[str, Any], told: str, monkeypatch: pytes
         monkeypatch.setattr(HeadExchange, name, wrong)
     with pytest.raises(PlanError, match=told):
         prove(plan((4, 2), 4, node=2))
+
+
+@pytest.mark.parametrize("side", ["q", "kv"])
+def test_a_row_that_two_ranks_of_a_node_hold_is_refused(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node has its rows all the same, and would compute with one of them twice."""
+    made = plan((4, 2), 4, n=16, node=2, layouts=("contiguous", "zigzag") if side == "q" else ("zigzag", "contiguous"))
+    odd = made.q_layout if side == "q" else made.kv_layout
+    ranges = Contiguous.ranges
+
+    def one_row_more(self: Contiguous, rank: int) -> Rows:
+        return (range(4, 8), range(3, 4)) if self == odd and rank == 1 else ranges(self, rank)
+
+    prove_heads.cache_clear()
+    monkeypatch.setattr(Contiguous, "ranges", one_row_more)
+    with pytest.raises(PlanError, match=f"not each of 16 rows of {'queries' if side == 'q' else 'keys'} is in one"):
+        prove(made)
 
 
 def test_refusals() -> None:

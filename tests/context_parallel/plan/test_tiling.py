@@ -14,7 +14,7 @@ from ringopt.context_parallel.geometry.rows import within
 from ringopt.context_parallel.geometry.sharded_pattern import ShardedPattern
 from ringopt.context_parallel.plan.exchange import Block
 from ringopt.context_parallel.plan.plan_of import exchange_of
-from ringopt.context_parallel.plan.tiling import computed, joined, pieces, queries_at_once
+from ringopt.context_parallel.plan.tiling import computed, joined, pieces, queries_at_once, strip_of
 from ringopt.expr.mask import Mask
 from ringopt.hardware.devices import limits_of
 from tests.context_parallel.reference import visible
@@ -49,6 +49,12 @@ def test_they_hold_all_that_is_seen(pattern: str) -> None:
     assert int(found.sum()) <= computed(who, rows, block.keys, len(rows))
 
 
+def test_strips_of_a_tile_are_what_a_kernel_takes_at_once() -> None:
+    """On cores an eighth of the queries, 1024 at least, up to the next multiple of 256; a GPU takes all at once."""
+    assert [strip_of(queries) for queries in (100, 8192, 9000, 16384, 20000)] == [1024, 1024, 1280, 2048, 2560]
+    assert [strip_of(queries, "cuda") for queries in (0, 20000)] == [1, 20000]
+
+
 def test_equal_masks_are_made_once() -> None:
     """Of the strips of a window. The first queries see all that is before them, and need none."""
     plan = exchange_of(ShardedPattern.of_self_attention("window(512)", 2048, 1, "contiguous"), "ring")
@@ -78,3 +84,17 @@ def test_strips_of_a_band_are_joined(pattern: str, layout: str) -> None:
                 assert any(within(block.queries, own) for own in plan.q_layout.ranges(rank))
     assert torch.equal(found, seen.byte())
     assert (fewer > 0) == (pattern in ("window(40)", "window(70,both)"))
+
+
+def test_strips_are_joined_within_one_piece_of_a_rank() -> None:
+    """Queries 0 to 4 and 8 to 12 are the rank's, 4 to 8 are not, so its rows are no one tile."""
+    who = pattern_of("window(3)", 12, 12)
+
+    def strip(first: int) -> Block:
+        return Block(range(first, first + 2), range(max(0, first - 2), first + 2), Kind.PARTIAL)
+
+    strips = tuple(map(strip, (0, 2, 8, 10)))
+    found = joined(who, strips, (range(4), range(8, 12)))
+    assert [(block.queries, block.keys) for block in found] == [(range(4), range(4)), (range(8, 12), range(6, 12))]
+    apart = joined(who, strips[:2], (range(2), range(2, 4)))
+    assert apart == strips[:2], "of two pieces"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -15,8 +17,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 from ringopt.distributed.roll_call import batch as batches
 from ringopt.distributed.roll_call import entrance
 from ringopt.distributed.roll_call.batch import Batch
+from ringopt.distributed.standing import Call
 from ringopt.errors import RingMismatchError
-from tests.harness.threads import run_on_threads
+from tests.harness.threads import ThreadMesh, run_on_threads
 
 Ranks = Callable[..., list[Any]]
 
@@ -188,6 +191,39 @@ def test_what_a_call_has_made_is_not_read_again(ranks: Ranks, outputs: str) -> N
         assert "state on ranks [1] (other numbers in [2] float32)" in said[5]
         until = " ".join(read).partition("3:")[0]
         assert until.strip() == "0: 1: 2:", (rank, read)
+
+
+# ---- the message ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("odd", "named"), [(0, "x0"), (1, "x1"), (12, "x12"), (13, "x13 or x14 or x15"), (15, "x13 or x14 or x15")]
+)
+def test_each_input_has_a_word_of_its_own_while_there_are_enough(odd: int, named: str) -> None:
+    """13 of the 16 words; the last is of all inputs that are left, one of which differs."""
+
+    def body(mesh: ThreadMesh) -> str:
+        inputs = [torch.tensor([int(place == odd and mesh.rank == 1)]) for place in range(16)]
+        with pytest.raises(RingMismatchError) as raised, mesh.unbroken():
+            batches.begin_batch(mesh, Batch.of(7, [f"x{place}" for place in range(16)], inputs, {}))
+            mesh.all_reduce(torch.ones(1))  # the first other message, before which the words have come
+        return str(raised.value)
+
+    for sentence in run_on_threads(2, body):
+        assert f"in an earlier call: {named} on ranks [1] (other numbers in [1] int64)" in sentence
+
+
+def test_on_the_host_the_ranks_say_what_they_have_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All come to the error at once, so another message can tell how their calls differ."""
+    calls = [Call("calls a compiled graph", "1", ("[2] int64",)), Call("compiles a graph", "2", ("[3] int64",))]
+    monkeypatch.setattr(entrance, "texts_of_all", lambda *_: [json.dumps(asdict(call)) for call in calls])
+
+    def body(mesh: ThreadMesh) -> str:
+        with pytest.raises(RingMismatchError) as raised:
+            entrance.enter_together(mesh, (entrance.COMPARES, entrance.COMPILES)[mesh.rank])
+        return str(raised.value)
+
+    here, there = run_on_threads(2, body)
+    assert "This rank calls a compiled graph; rank 1 compiles a graph with inputs [3] int64 where this" in here
+    assert "This rank compiles a graph; rank 0 calls a compiled graph with inputs [2] int64 where this" in there
 
 
 # ---- on a device ----------------------------------------------------------------------------------------------------

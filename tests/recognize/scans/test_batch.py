@@ -3,12 +3,15 @@ for, and of numbers that have none."""
 
 from __future__ import annotations
 
+import string
+
 import pytest
 import torch
 
 from ringopt.ir.nodes import shape_of
 from ringopt.passes.find_scan import FindScan
 from ringopt.passes.normalize import Normalize
+from ringopt.recognize.scans.batch import NoRule, OverSteps, einsum
 from ringopt.scans.call import is_scan
 from tests.harness.capturing import after, ops, results
 
@@ -53,6 +56,32 @@ def test_of_all_steps_as_of_each(name, sizes):
     assert ops(gm).count("scan") == 1
     for found, expected in zip(results(gm, gm.meta["inputs"]), results(original, original.meta["inputs"]), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("equation", "stacked", "written"),
+    [
+        ("ij, jk -> ik", (True, False), "Aij,jk->Aik"),
+        ("ij,jk->ik", (False, True), "ij,Ajk->Aik"),
+        ("ij,jk->ik", (True, True), "Aij,Ajk->Aik"),
+        ("Aj,jB->AB", (True, True), "CAj,CjB->CAB"),  # a letter that is free
+    ],
+)
+def test_an_equation_has_a_letter_more_for_the_steps(equation, stacked, written):
+    graph = torch.fx.Graph()
+    operands = list(map(graph.placeholder, ("left", "right")))
+    node = graph.call_function(torch.ops.aten.einsum.default, (equation, operands))
+    batch = OverSteps(torch.fx.Graph(), 7)
+    batch.stacked = {x for x, has_steps in zip(operands, stacked, strict=True) if has_steps}
+    assert einsum(node, batch) == (node.target, [written, operands], {})
+
+
+@pytest.mark.parametrize("equation", ["...j,jk->...k", "ij,jk", f"{string.ascii_uppercase},A->A"])
+def test_an_equation_without_a_place_for_the_steps_is_left_to_the_step(equation):
+    graph = torch.fx.Graph()
+    operands = list(map(graph.placeholder, ("left", "right")))
+    with pytest.raises(NoRule):
+        einsum(graph.call_function(torch.ops.aten.einsum.default, (equation, operands)), OverSteps(graph, 7))
 
 
 def test_dtypes_of_numbers_and_of_rows_are_promoted_as_in_a_step():

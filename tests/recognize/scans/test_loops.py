@@ -231,6 +231,45 @@ def test_the_border_of_an_iteration_is_where_least_is_carried():
     assert tuple(carry.meta["val"].shape) == (2, WIDTH) and found.recurrence.steps == ROWS // 4
 
 
+def last_state(x, f):
+    state = torch.zeros_like(x[:, 0])
+    for t in range(x.shape[1]):
+        state = state * f[:, t].sigmoid() + x[:, t]
+    return state
+
+
+def handed_on(x, f):
+    """What is handed to the next step is made of its row alone."""
+    before = [torch.zeros_like(x[:, 0])]
+
+    def step(state, x_t, t):
+        state, before[0] = state * f[:, t].sigmoid() + before[0], x_t.tanh()
+        return state
+
+    return scanned(x, step)
+
+
+def judgement(program):
+    gm, _ = after([Normalize()], program, *(torch.ones(2, 6, WIDTH) for _ in range(2)))
+    (loop,) = loops(gm.graph)
+    return judged(loop)
+
+
+def test_what_is_carried_decides_that_it_is_a_recurrence():
+    """And not what else a step gives: of one whose last state alone is read, that is nothing."""
+    found = judgement(last_state)
+    assert not isinstance(found, NotRolled) and found is not None
+    carries, outputs = found.recurrence.outputs
+    assert (len(carries), outputs) == (1, [])
+
+
+def test_a_value_that_is_made_anew_is_no_state():
+    found = judgement(handed_on)
+    assert isinstance(found, NotRolled) and found.node is not None
+    assert found.sentence == "a value is made anew in every step and handed to the next"
+    assert found.node.name.startswith("tanh")
+
+
 @pytest.mark.parametrize("join", [torch.stack, torch.cat])
 def test_states_that_are_joined_backwards_are_turned_at_once(join):
     def backwards(x, f):

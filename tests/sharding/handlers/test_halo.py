@@ -88,10 +88,22 @@ def cut_or_padded(name, both):
 def test_a_causal_convolution_fetches_the_rows_before_a_shard_and_nothing_else(name):
     """And has rows of n as all else has, not of n + 3: nothing is laid out anew behind it."""
     p, layout = case(CAUSAL, name)
-    verdict = validate(p, cut_or_padded(name, CAUSAL), *inputs(12), layout=layout)
+    assert_only_rows_beside_a_shard_are_fetched(cut_or_padded(name, CAUSAL), p, layout)
+
+
+def assert_only_rows_beside_a_shard_are_fetched(module, p, layout):
+    verdict = validate(p, module, *inputs(12), layout=layout)
     assert not verdict.wrong, verdict.wrong
     fetches = verdict.graph.graph.find_nodes(op="call_function", target=operators.fetch_rows.default)
     assert {OpCall.of(node)["form"] for node in fetches} <= {"edges", "halo"}
+
+
+def test_zeros_in_front_of_rows_that_are_not_the_last_dim_are_not_made():
+    """Of [B, 1, S, D] as a picture: two rows of zeros, and channels that the kernel pads itself."""
+    torch.manual_seed(0)
+    layer = nn.Conv2d(1, 1, 3, padding=(0, 1)).double()
+    module = Convolved(layer, lambda m, x: m.layer(F.pad(x[:, None], (0, 0, 2, 0)))[:, 0]).double()
+    assert_only_rows_beside_a_shard_are_fetched(module, 2, "contiguous")
 
 
 @pytest.mark.parametrize("name", NOT_CAUSAL)
@@ -103,8 +115,9 @@ def test_other_padding_is_made(name):
 
 
 def test_of_open_length_a_causal_convolution_is_one_operator():
-    """It fetches what it needs itself."""
-    found = run_over(cut_or_padded("the end cut", CAUSAL), [inputs(N), inputs(N + 2), inputs(N - 3)], 2).reports[-1]
+    """It fetches what it needs itself, so one graph serves the second length and the third."""
+    calls = [inputs(N), inputs(N + 2), inputs(N - 3)]
+    _first, found = run_over(cut_or_padded("the end cut", CAUSAL), calls, 2).reports
     assert [gather.op for gather in found.gathers] == ["output"] and found.sharded_fraction == 1.0
 
 

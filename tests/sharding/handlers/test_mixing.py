@@ -253,6 +253,25 @@ def test_fewer_rows_than_ranks_are_no_sequence():
     assert verdict.wrong == "" and verdict.report.sharded_fraction == 0.0
 
 
+class Placed(nn.Module):
+    """A parameter for each place is added to the tokens."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.places = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(ROWS, WIDTH))
+        self.double()
+
+    def forward(self, x):
+        return (self.layer(x) + self.places).tanh().cumsum(1)
+
+
+def test_tokens_that_meet_a_parameter_are_tokens():
+    """The dim of the sum comes from both."""
+    verdict = validate(2, Placed(), given())
+    assert verdict.wrong == "" and verdict.report.sharded_fraction == 1.0
+
+
 def positions(q, k, v):
     """Of integers, as positions are counted: no tokens are mixed."""
     return q * (k.detach() > 0).long().cumsum(1) + v

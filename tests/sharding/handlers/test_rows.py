@@ -119,6 +119,7 @@ def test_windows_are_spread_whole_although_one_rank_has_more_of_them(layout):
     [
         (lambda m, x: F.pad(x, (1, -1, 1, -1), value=2.0), "pad"),
         (lambda m, x: x.roll(3), "roll"),
+        (lambda m, x: x + x.narrow(1, torch.tensor(3), 1), "narrow"),
     ],
 )
 def test_what_is_not_known_is_gathered(step, op):

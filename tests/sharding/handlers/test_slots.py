@@ -31,7 +31,11 @@ class Model(nn.Module):
         return x + self.mix(self, x)
 
 
-def switch(model, x):
+def two_layers(model, given):
+    return torch.bmm(torch.bmm(given, model.up).relu(), model.down)
+
+
+def switch(model, x, layers=two_layers):
     """Experts of a given capacity (Fedus et al. 2021): a token beyond it is dropped."""
     tokens = x.flatten(0, 1)
     gate, expert = model.router(tokens).softmax(-1).max(-1)
@@ -40,7 +44,7 @@ def switch(model, x):
     places = F.one_hot(place.clamp(max=capacity - 1), capacity) * (place < capacity)[:, None]
     dispatch = (chosen[..., None] * places[:, None]).to(x.dtype)
     given = torch.einsum("tec,td->ecd", dispatch, tokens)
-    made = torch.bmm(torch.bmm(given, model.up).relu(), model.down)
+    made = layers(model, given)
     return torch.einsum("tec,ecd->td", dispatch * gate[:, None, None], made).view_as(x)
 
 
@@ -75,6 +79,14 @@ def test_layers_on_slots_are_on_shards(mix, p):
 def test_slots_without_layers_stay_whole():
     verdict = validate(2, Model(projected), given())
     assert verdict.wrong == "" and all(gather.op == "output" for gather in verdict.report.gathers)
+
+
+def test_what_one_product_gives_is_not_worth_a_gather():
+    def mix(model, x):
+        return switch(model, x, lambda model, given: torch.bmm(given, model.up[..., :WIDTH]).relu())
+
+    verdict = validate(2, Model(mix), given())
+    assert verdict.wrong == "" and [gather.op for gather in verdict.report.gathers] == ["output"]
 
 
 def test_at_any_length():
