@@ -24,6 +24,7 @@ from ringopt.distributed.mesh import ANY
 from ringopt.frontend.higher_order.scan import is_scan_operator, recurrence_of
 from ringopt.ir.nodes import source_line
 from ringopt.ir.refusal import Refusal
+from ringopt.ir.symbolic_sizes import is_open
 from ringopt.recognize.scans.emit import replace_loop, replace_operator
 from ringopt.recognize.scans.find import judged, loops
 from ringopt.recognize.scans.hoist import SplitStep, hoisted
@@ -89,7 +90,8 @@ class FindScan(Rewrite["Loop | fx.Node", Found]):
         assert found.put is not None
         found.put(facts.graph)
         detach_what_no_gradient_comes_to(facts.graph)
-        note(f"a recurrence of {found.steps} steps is one scan", found.node, facts)
+        steps = "any number of" if is_open(found.steps) else found.steps
+        note(f"a recurrence of {steps} steps is one scan", found.node, facts)
 
     def refuse(self, found: Found, refusal: Refusal, facts: Facts) -> None:
         known = refusal.node is not None and source_line(refusal.node)

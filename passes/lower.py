@@ -20,7 +20,7 @@ import torch.fx as fx
 from ringopt.ir.autograd_function import GradientArguments, calls_of_graphs, custom_gradients, operands_of
 from ringopt.ir.fake_cache import Answers
 from ringopt.ir.memory import LOST, laying_out, lies_in_order, storages
-from ringopt.ir.nodes import origin, outputs_of, value_of
+from ringopt.ir.nodes import origin, outputs_of, shape_of, value_of
 from ringopt.ir.notes import MEMORY, PLACEMENT, STRIDES, Memory
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.symbolic_sizes import into_nodes
@@ -72,6 +72,8 @@ def restore_strides(graph: fx.Graph) -> None:
     outputs = [restored(x, stride, output) if stride is not None else x for x, stride in found]
     output.args = (tuple(outputs) if isinstance(output.args[0], (tuple, list)) else outputs[0],)
     for call in calls_of_graphs(graph):
+        for x in operands_of(call):
+            list(map(int, shape_of(x)))  # its graphs are of the sizes at hand
         operands = zip(operands_of(call), call.target.strides, strict=True)
         call.args = ([restored(x, stride, call) for x, stride in operands],)
 

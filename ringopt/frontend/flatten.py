@@ -21,7 +21,15 @@ from torch import Tensor
 
 from ringopt.frontend import flex
 from ringopt.frontend.fused_layers import DECOMPOSED, is_whole_layer
-from ringopt.frontend.one_node import fixed_sizes, graphs_of, held_call, not_sharded, reason_against, refuse_views
+from ringopt.frontend.one_node import (
+    fixed_sizes,
+    graphs_of,
+    held_call,
+    not_sharded,
+    reason_against,
+    refuse_views,
+    stays_open,
+)
 from ringopt.ir.autograd_function import HigherOrder
 from ringopt.ir.checkpoint_regions import Regions, tags
 from ringopt.ir.memory import is_one_view
@@ -221,8 +229,9 @@ class Flatten(fx.Interpreter):
         call, tensors = held_call(operator, args, kwargs, self.running)
         expected = flex.example(self.running)
         several = type(expected) if isinstance(expected, (tuple, list)) else None
+        sizes = (lambda x: (x.shape, x.stride())) if stays_open(operator, tensors) else fixed_sizes
         like = [
-            torch.empty_strided(*fixed_sizes(x), dtype=x.dtype, device=x.device)
+            torch.empty_strided(*sizes(x), dtype=x.dtype, device=x.device)
             for x in (expected if several else [expected])
         ]
         self.book.customs.append(call)

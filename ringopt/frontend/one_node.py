@@ -18,6 +18,7 @@ from ringopt.frontend import flex
 from ringopt.ir.autograd_function import HigherOrder, OperandPlace
 from ringopt.ir.nodes import is_random, is_write, op_name, value_of, written_args
 from ringopt.ir.refusal import GraphRefused, Refusal
+from ringopt.ir.symbolic_sizes import at_hand, is_open
 from ringopt.torch_compat.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -91,10 +92,11 @@ def with_facts_of_graphs(call: HigherOrder, tensors: Sequence[Tensor], node: fx.
     """`call` with what is known of its graphs, as torch traces them. Raises GraphRefused."""
     # (In a mode of torch's own: for these operators it looks up what to do by the type of the mode.)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    sizes = sizes_at_hand if stays_open(call.operator, tensors) else fixed_sizes
     with unset_fake_temporarily(), mode, torch.no_grad():
         places = [place for place in tree_leaves(call.arguments) if isinstance(place, OperandPlace)]
         given = [
-            torch.empty_strided(*fixed_sizes(x), dtype=place.dtype, device=x.device)
+            torch.empty_strided(*sizes(x), dtype=place.dtype, device=x.device)
             for x, place in zip(tensors, places, strict=True)
         ]
         try:
@@ -111,12 +113,23 @@ def with_facts_of_graphs(call: HigherOrder, tensors: Sequence[Tensor], node: fx.
             if why is not None:
                 raise _refused(call, why, node)
             random = random or is_random(inner)
-    return replace(call, random=random, strides=[x.stride() for x in given])
+    return replace(call, random=random, strides=[x.stride() for x in tensors])
+
+
+def stays_open(operator: HigherOrderOperator, tensors: Iterable[Tensor]) -> bool:
+    """Whether sizes of its tensors that are open stay so. The graph of torch's scan is of one step, whatever their
+    number: find_scan takes it out of the operator, and what it leaves there is fixed when it is lowered."""
+    return operator.name() == "scan" and any(is_open(size) for x in tensors for size in x.shape)
 
 
 def fixed_sizes(x: Tensor) -> tuple[list[int], list[int]]:
     """Sizes and strides; open ones are fixed."""
     return list(map(int, x.shape)), list(map(int, x.stride()))
+
+
+def sizes_at_hand(x: Tensor) -> tuple[list[int], list[int]]:
+    """Sizes and strides; open ones stay open."""
+    return list(map(at_hand, x.shape)), list(map(at_hand, x.stride()))
 
 
 def _reason_inside(node: fx.Node, inputs: Sequence[Any]) -> str | None:

@@ -7,8 +7,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.scan import scan
 
 import ringopt
 import ringopt.backend
@@ -40,6 +42,18 @@ def from_the_end(a: Tensor, b: Tensor) -> Tensor:
 
 def not_affine(a: Tensor, b: Tensor) -> Tensor:
     return associative_scan(torch.logaddexp, a, dim=1, combine_mode="generic") * b
+
+
+def branching(a: Tensor, b: Tensor) -> Tensor:
+    """torch's scan, of a step with a graph inside, behind an attention."""
+    a = F.scaled_dot_product_attention(a, a, a, is_causal=True)
+
+    def step(state: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        state = torch.cond(row.sum() > 0, lambda s, r: s * 0.5 + r, lambda s, r: s * 0.25 - r, (state, row))
+        return state, state.clone()
+
+    rows: Tensor = scan(step, torch.zeros_like(a[:, 0]), a.movedim(1, 0))[1]
+    return rows.movedim(0, 1) * b
 
 
 class Called(torch.nn.Module):
@@ -80,6 +94,38 @@ def test_what_is_not_affine_is_shared_by_heads_or_run_whole_and_the_rest_stays_o
 
 
 @pytest.mark.zoo
+@pytest.mark.parametrize("program", [affine, from_the_end])
+def test_one_graph_serves_any_number_of_steps(ranks: Any, program: Any) -> None:
+    """Behind the first length, that of the ranks themselves among them."""
+    for error, reports in ranks(2, over_lengths, program, (ROWS, 9, 20, 3)):
+        assert error < 1e-12
+        assert [report.sites[0].strategy for report in reports] == ["states", "states"]
+        assert any("a recurrence of any number of steps is one scan" in note for note in reports[1].notes)
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch's own scan has other gradients")
+def test_a_scan_that_stays_whole_is_of_the_length_at_hand(ranks: Any) -> None:
+    """Its graphs were made for that."""
+    for error, reports in ranks(2, over_lengths, branching, (ROWS, 9, 20)):
+        assert error < 1e-12 and len(reports) == 3
+        assert any("a recurrence is no scan" in note for note in reports[-1].notes)
+        assert any("fixed at 20 by lower" in note for note in reports[-1].notes)
+
+
+def over_lengths(program: Any, lengths: tuple[int, ...]) -> tuple[float, list[ringopt.Report]]:
+    """On a rank: the error of outputs and gradients, and the reports of what was compiled."""
+    torch._dynamo.reset()
+    model, error, before = Called(program), 0.0, len(ringopt.reports())
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
+    for rows in lengths:
+        x = torch.randn(2, rows, WIDTH, dtype=torch.float64, requires_grad=True)
+        found, expected = (
+            [y, *torch.autograd.grad(y.sin().sum(), [x, *model.parameters()])] for y in (compiled(x), model(x))
+        )
+        error = max(error, *(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True)))
+    return error, ringopt.reports()[before:]
+
+
 def test_other_backends_have_what_they_had() -> None:
     graphs: list[torch.fx.GraphModule] = []
 

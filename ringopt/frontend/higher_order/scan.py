@@ -37,11 +37,11 @@ def recurrence_of(node: fx.Node) -> FoundRecurrence:
     init, xs, consts = ([given(node, value) for value in part] for part in operands)
     if call.random:
         raise NotRolled("its step draws random numbers", node)
-    if not xs or not isinstance(steps := shape_of(xs[0])[0], int):
-        raise NotRolled("the number of its steps is not known", node)
+    if not xs:
+        raise NotRolled("it has no steps to go through", node)
     rows = [value_of(x).new_empty(value_of(x).shape[1:]) for x in xs]
     graph = flat(step, [*map(value_of, init), *rows, *map(value_of, consts)], call.autocast, node)
-    return FoundRecurrence(graph, init, [Stacked(x) for x in xs], consts, steps, node)
+    return FoundRecurrence(graph, init, [Stacked(x) for x in xs], consts, shape_of(xs[0])[0], node)
 
 
 def given(node: fx.Node, value: Any) -> fx.Node:

@@ -100,7 +100,7 @@ def moved_along(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
 def note_of_mixing(rows: Mapping[fx.Node, Sharded]) -> list[str]:
     """For the report."""
     users = [user for x in rows for user in x.users if op_name(user) in ALONG]
-    what = [f"{op_name(user)} ({source_line(user)})" for user in users]
+    what = [f"{op_name(user)} ({line})" if (line := source_line(user)) else op_name(user) for user in users]
     what += [f"{x.name}, over whose rows products sum or windows move" for x in rows if x.op == "placeholder"]
     where = ", ".join(dict.fromkeys(what))
     return [f"no attention and no recurrence was found: tokens are sharded along the dim of {where}"] if rows else []

@@ -1,0 +1,107 @@
+"""`ringopt.convert` of programs without attention: one file, any length, any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
+from torch.export import Dim, export
+
+import ringopt
+from ringopt.drivers.convert import convert_program
+from tests.harness.models import difference, run
+from tests.harness.pool import RankError
+
+WIDTH = 8
+
+
+class Decaying(nn.Module):
+    """S = a S + b for each token, by torch's scan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.layer(x).movedim(1, 0).chunk(2, -1)
+
+        def step(state: Tensor, row: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            state = state * row[0] + row[1]
+            return state, state.clone()
+
+        rows: Tensor = scan(step, torch.zeros_like(x[:, 0]), (a.sigmoid(), b))[1]
+        out: Tensor = self.out(rows.movedim(0, 1))
+        return out
+
+
+class Summed(nn.Module):
+    """Linear attention as prefix sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.layer(x).chunk(3, -1)
+        out: Tensor = self.out(q * (k.tanh() * v).cumsum(1))
+        return out
+
+
+class Convolved(nn.Module):
+    """The rows of a picture, with statistics over all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.last = nn.Conv2d(4, 1, 5, padding=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.norm(self.first(x[:, None])).relu())[:, 0]
+        return out
+
+
+def rows(length: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(length)).double()}
+
+
+def distances(file: Path, wanted: dict[int, list[Tensor]]) -> list[float]:
+    """Of outputs and gradients, by length."""
+    module = ringopt.load(file).module()
+    return [difference(run(lambda x: module(x), module, rows(length)), wanted[length]) for length in wanted]
+
+
+# By module: the strategy of its one site, where it has one.
+MODULES = {Decaying: ["states"], Summed: [], Convolved: []}
+OLD = pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch's own scan has other gradients")
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+@pytest.mark.parametrize("made", [pytest.param(Decaying, marks=OLD), Summed, Convolved])
+def test_one_file_serves_any_length(made: type[nn.Module], p: int, ranks: Callable[..., Any], tmp_path: Path) -> None:
+    program = export(made().double(), (rows(24)["x"],), dynamic_shapes=({1: Dim("n", min=8, max=99)},))
+    converted, report = convert_program(program)
+    assert [site.strategy for site in report.sites] == MODULES[made] and report.sharded_fraction == 1.0
+    assert [gather.op for gather in report.gathers] == ["output"]
+    torch.export.save(converted, tmp_path / "any.pt2")
+    whole = program.module()
+    wanted = {length: run(lambda x: whole(x), whole, rows(length)) for length in (24, 17, 50)}
+    assert max(map(max, ranks(p, distances, tmp_path / "any.pt2", wanted))) < 1e-12
+
+
+def test_a_file_of_few_rows_asks_for_fewer_ranks(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """When it runs: it is the same file for 2 ranks, of which each has a row."""
+    program = export(Summed().double(), (rows(2)["x"],))
+    torch.export.save(ringopt.convert(program), tmp_path / "few.pt2")
+    whole = program.module()
+    wanted = {2: run(lambda x: whole(x), whole, rows(2))}
+    assert max(map(max, ranks(2, distances, tmp_path / "few.pt2", wanted))) < 1e-12
+    with pytest.raises(RankError, match="a contiguous sequence of 2 rows, and 3 ranks need 3; use fewer"):
+        ranks(3, distances, tmp_path / "few.pt2", wanted)
