@@ -32,7 +32,10 @@ MODULES = modules()
 # Folders that are lists: each file is another of the same kind.
 LISTS = {
     f"ringopt.{name}"
-    for name in ("sharding.handlers", "passes", "ops", "tools", "tools.benchmarks.tables", "torch_compat")
+    for name in (
+        *("sharding.handlers", "passes", "ops", "torch_compat", "tools"),
+        *("tools.benchmarks.tables", "tools.benchmarks.workers"),
+    )
 }
 
 # Functions that are named after the operator that they are of; the module says what of it they give.

@@ -27,6 +27,7 @@ from ringopt.tools.benchmarks.tables import (
     soak,
     speedup,
     training,
+    widths,
 )
 from ringopt.tools.common.command import CommandError, check_file, console, progress, write
 
@@ -44,7 +45,7 @@ examples:
 
 TABLES = (
     *(forms, one_process, overlap, kernels, gpu, launches, exchange),
-    *(speedup, scan, memory, soak, dilated, training, passes, models),
+    *(speedup, scan, memory, soak, dilated, training, widths, passes, models),
 )
 
 

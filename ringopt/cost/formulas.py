@@ -67,10 +67,9 @@ HOME = SHARD * ROW_BACK
 # Sums of the rank's own rows: there from the start where several exchanges take turns, for some begin with them.
 EARLY = Piecewise((HOME, T > 1), (0, True))
 NARROW = Piecewise((1, itemsize < gradient_itemsize), (0, True))
-# What a strip of the queries gives, and a tile of the whole backward with what its kernel copies.
+# What a strip of the queries gives.
 TILE = (RESULTS + 2 * SHARD * batch * q_heads * gradient_itemsize) * Q
 WIDE = NARROW * SUMS * Q  # the results of a strip as they are merged
-TILE_BACK = (DQ * itemsize + OUT) / T
 MASK = 11  # bytes an element while the mask of a window is made
 
 
@@ -132,8 +131,9 @@ def compiled(formulas: Formulas) -> Callable[..., list[float]]:
 class Work:
     """Pairs of query and key on the busiest rank: with its own keys (`home`) and, in each of `hops` steps, with `rows`
     that came (`away`). Windows are computed in `strips`, each with `waste` times the pairs that are seen and a mask of
-    `masked` elements. A gather has `gathered` rows on their way, coming and going. `merged`: 1 where queries meet own
-    keys in several tiles, so that results are merged by all heads at once."""
+    `masked` elements; a tile has `at_once` keys. A gather has `gathered` rows on their way, coming and going. `merged`:
+    of the heads, those of which the results of a tile are merged at once: all where queries meet own keys in several
+    tiles, else those of an exchange."""
 
     home: Expr
     away: Expr
@@ -142,6 +142,7 @@ class Work:
     strips: Expr = ONE
     waste: Expr = ONE
     masked: Expr = ZERO
+    at_once: Expr = SHARD
     gathered: Expr = 2 * (n - SHARD)
     merged: Expr = ZERO
 
@@ -180,7 +181,7 @@ def formulas_of(pattern: str, layout: str, strategy: str) -> Formulas:
 def work_of(pattern: str, layout: str) -> Work:
     """Raises OptionError for windows on zigzag."""
     if pattern == "full":
-        return Work(SHARD**2, SHARD**2, p - 1, SHARD)
+        return Work(SHARD**2, SHARD**2, p - 1, SHARD, merged=ONE / T)
     if pattern == "causal" and layout == "contiguous":
         return Work(SHARD * (SHARD + 1) / 2, SHARD**2, p - 1, SHARD, gathered=n - SHARD)
     if pattern == "causal":
@@ -204,6 +205,7 @@ def work_of(pattern: str, layout: str) -> Work:
         ceiling(SHARD / strip),
         1 + (strip - 1) / (sides * w),
         Min(strip * Min(strip + sides * w, SHARD), 1 << 22),
+        Min(strip + sides * w, SHARD),
         2 * sides * reach,
     )
 
@@ -270,8 +272,18 @@ def forward_memory(travels: Expr, work: Work) -> Expr:
 
 def backward_memory(travels: Expr, work: Work) -> Expr:
     """`travels`: bytes of rows and sums on their way, those of the rank's own rows included."""
-    keys = SHARD * ROW / T
-    return DQ * gradient_itemsize + travels + Max(TILE_BACK + keys, MASK * work.masked)
+    kernel = kernel_back(SHARD, work.at_once, q_heads, kv_heads) / T
+    return DQ * gradient_itemsize + travels + Max(DQ * itemsize / T + kernel, MASK * work.masked)
+
+
+def kernel_back(rows: Expr, at_once: Expr, queries: Expr, keys: Expr) -> Expr:
+    """Bytes beside the gradient of Q in a tile of a backward, for so many heads of queries and of keys: gradients of K
+    and V, and a copy of the output. Grouped heads are repeated for a kernel, `at_once` rows of keys, and so are their
+    gradients, which are summed then."""
+    row, out = batch * (k_dim + v_dim), batch * queries * v_dim * itemsize
+    single = rows * (row * keys * itemsize + out)
+    grouped = at_once * (2 * row * queries * itemsize + Max(out, row * keys * gradient_itemsize))
+    return Piecewise((Max(single, grouped), queries > keys), (single, True))
 
 
 def ulysses(pattern: str) -> Formulas:
@@ -280,13 +292,15 @@ def ulysses(pattern: str) -> Formulas:
     if pattern not in wholes:
         raise OptionError(f"no closed form is known for the work of {pattern}")
     whole = wholes[pattern]
-    work = work_of(pattern, "contiguous").waste.subs(p, 1)
+    alone = work_of(pattern, "contiguous")
+    work, mask = alone.waste.subs(p, 1), MASK * alone.masked.subs(p, 1)
     volume, pairs, some = HeadVolume(), whole / p, Min(p - 1, 1)
     sent = 1 + 2 * (p - 1) / p
-    keys = n * batch * Max(kv_heads / p, 1) * (k_dim + v_dim)
+    shared = Max(kv_heads / p, 1)
+    keys = n * batch * shared * (k_dim + v_dim)
     operands, given = DQ * itemsize + keys * itemsize, DQ * itemsize + keys * itemsize + OUT + RESULTS
     total, packed = (DQ + keys) * gradient_itemsize, DQ * itemsize + keys * gradient_itemsize
-    tile = (DQ + keys) * itemsize + OUT
+    tile = DQ * itemsize + kernel_back(n, alone.at_once.subs(p, 1), q_heads / p, shared)
     return Formulas(
         pairs=pairs,
         flops=PAIR * pairs,
@@ -296,9 +310,9 @@ def ulysses(pattern: str) -> Formulas:
         leaving=volume.forward_bytes * others(),
         leaving_backward=volume.backward_bytes * others(),
         messages=2 * (p - 1),
-        memory=operands + RESULTS + Max(SUMS + NARROW * OUT, sent * RESULTS),
+        memory=operands + RESULTS + Max(SUMS + Max(NARROW * OUT, mask), sent * RESULTS),
         saved=RESULTS,
-        memory_backward=given + total + Max(total + tile, sent * packed),
+        memory_backward=given + total + Max(total + Max(tile, mask), sent * packed),
         seconds=some * all_to_all(volume.forward_bytes) + PAIR * pairs * work / F + o + 3 * s,
         seconds_backward=some * all_to_all(volume.backward_bytes) + PAIR_BACK * pairs * work / F_b + o_b + 3 * s,
     )

@@ -64,6 +64,27 @@ def test_what_a_backward_holds_that_trades_rows_for_heads(strategy: str, ranks: 
     assert found["memory_backward"] == most_memory(case.plan(ranks, "contiguous", strategy), case.heads).backward
 
 
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize(
+    ("pattern", "layout", "strategy", "heads"),
+    [
+        ("full", "contiguous", "ring", (16, 1, 64, 64)), ("causal", "zigzag", "ring", (16, 1, 64, 64)),
+        ("causal", "zigzag", "gather", (16, 2, 128, 128)), ("full", "contiguous", "ulysses", (16, 2, 128, 128)),
+        ("full", "contiguous", "ulysses", (16, 16, 192, 128)), ("window(700)", "contiguous", "ulysses", (8, 8, 16, 16)),
+    ],
+)  # fmt: skip
+def test_memory_of_other_heads(
+    pattern: str, layout: str, strategy: str, heads: tuple[int, int, int, int], ranks: int
+) -> None:
+    """Grouped heads are repeated for a backward; few small heads are less than the mask of a window."""
+    case = Case(pattern, 16384, 16384, Heads(1, *heads, 2, 4, "bfloat16", "flash"), True)
+    (name, width), held = volume_name(pattern), most_memory(case.plan(ranks, layout, strategy), case.heads)
+    found = formulas_of(name, layout, named_strategy(strategy)).at(numbers(case, width, ranks, RATES))
+    assert found["memory"] == pytest.approx(held.forward, rel=0.2)
+    assert found["memory_backward"] == pytest.approx(held.backward, rel=0.2)
+
+
 def agree(pattern: str, layout: str, strategy: str, ranks: int, rates: Rates) -> tuple[dict[str, float], Plan]:
     case = Case(pattern, 16384, 16384, HEADS, True)
     (name, width), node = volume_name(pattern), trading(strategy)

@@ -17,7 +17,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ringopt
 from ringopt.dims.rules import rule_of
+from ringopt.distributed.mesh import PretendedMesh
 from ringopt.frontend.dtensors.local_graph import with_local_tensors
+from ringopt.frontend.dtensors.other_meshes import why_not_across
 from ringopt.ir.refusal import GraphRefused
 
 WORDS, WIDTH, HEAD = 12, 8, 4
@@ -122,6 +124,12 @@ def test_ranks_that_hold_other_tokens_share_no_weights(ranks: Callable[..., list
     for same, others in ranks(4, on_ranks_that_share):
         assert "share this rank's sequence too" in same and "make both meshes of one" in same
         assert "its ranks are numbers" in others
+
+
+def test_a_pretended_rank_asks_nobody_for_its_place() -> None:
+    """As where a file is converted in one process: nothing can be sent, and no graph runs there."""
+    nobody: Any = None
+    assert why_not_across(PretendedMesh(0, 2), nobody) == ""
 
 
 # ---- what the graph becomes ------------------------------------------------------------------------------------------

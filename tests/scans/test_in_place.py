@@ -97,6 +97,22 @@ def test_nothing_is_made_viewed_or_copied_in_a_step():
     assert calls.times["new_empty"] <= 2 and calls.times["transpose"] <= 2 * STEPS
 
 
+def test_memory_is_used_again_once_nothing_reads_it():
+    """Five values in a chain, of which two are there at a time: the one that is read and the one that is written. The
+    last lies in the result."""
+
+    def chain(s: Tensor, x: Tensor) -> Sequence[Tensor]:
+        return [s, (s + x).sin().cos().exp().tanh()]
+
+    inputs = [drawn(3, 3), drawn(STEPS, 3, 3)]
+    roles = StepRoles(("carry", "row"), ("carry", "row"))
+    again, rows = repeated_step(chain, kinds_in(inputs, roles), roles), drawn(STEPS, 3, 3)
+    with Called() as calls:
+        again.run(inputs, [inputs[0], rows])
+    assert calls.times["new_empty"] == 2
+    torch.testing.assert_close(rows, (inputs[0] + inputs[1]).sin().cos().exp().tanh())
+
+
 def test_operators_that_write_to_memory_are_those_with_equal_arguments():
     assert out_variant(aten.bmm.default) is aten.bmm.out
     assert out_variant(aten.mul.Scalar) is aten.mul.Scalar_out

@@ -17,7 +17,7 @@ import torch
 import ringopt
 from ringopt.errors import ProgramError
 from ringopt.frontend.pt2 import archive
-from ringopt.frontend.pt2.archive import check_readers
+from ringopt.frontend.pt2.archive import check_readers, json_of
 from ringopt.frontend.pt2.schema import checks_of
 from ringopt.tools.cli import main
 from tests.harness.archives import model_of, rewritten, save_small
@@ -296,6 +296,15 @@ def test_depth_is_bounded(levels: int, good: Path, capsys: pytest.CaptureFixture
     path = rewritten(good, Path("bad.pt2"), more={"extra/ringopt.json": deep})
     assert main(["explain", str(path)]) == 2
     assert "is nested " in capsys.readouterr().err
+
+
+def test_the_deepest_json_that_is_read_has_200_levels() -> None:
+    def nested(levels: int) -> Any:
+        return json_of(Path("a.pt2"), "models/model.json", b"[" * levels + b"]" * levels, trusted=False)
+
+    assert nested(200)[0] == nested(199)
+    with pytest.raises(ProgramError, match=r"^a.pt2: models/model\.json is nested deeper than 200 levels; if you know"):
+        nested(201)
 
 
 # ---- what passes -----------------------------------------------------------------------------------------------------

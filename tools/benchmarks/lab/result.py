@@ -56,6 +56,13 @@ class Result:
         return table
 
 
+def line_of(row: Row, columns: Sequence[Column]) -> str:
+    """A row, shown when it is there: rows that take minutes may be all there is of a run that is cut off."""
+    name, *others = columns
+    cells = (f"{column.heading.replace(chr(10), ' ')} {column.cell(row)}" for column in others)
+    return f"{name.cell(row)}: {'; '.join(cells)}"
+
+
 def error(key: str) -> Callable[[Row], str]:
     """Shows a relative difference."""
     return lambda row: "-" if row[key] is None else f"{row[key]:.0e}"

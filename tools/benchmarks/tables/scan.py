@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from ringopt.tools.benchmarks.lab.result import Column, Result, Row, chosen, error
+from ringopt.tools.benchmarks.lab.result import Column, Result, Row, chosen, error, line_of
 from ringopt.tools.common.command import CommandError, natural, two_or_more
 
 if TYPE_CHECKING:
@@ -77,16 +77,9 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
     for name, length in progress.track(cases, description="layers"):
         as_written = length <= unrolled
         rows.append(row_of((name, arguments.heads), length, ranks, repeats, longest, inner, as_written=as_written))
-        # Rows take minutes, and a run may be cut off.
-        progress.console.print(line_of(rows[-1]), markup=False, soft_wrap=True)
+        progress.console.print(line_of(rows[-1], COLUMNS), markup=False, soft_wrap=True)
     failed = tuple(f"{row['layer']}, n = {row['length']}, as written: {row['failed']}" for row in rows if row["failed"])
     return Result(TITLE, COLUMNS, rows, _totals(rows), (), NOTES + failed, KEYS)
-
-
-def line_of(row: Row) -> str:
-    """A row, shown when it is there."""
-    cells = (f"{column.heading.replace(chr(10), ' ')} {column.cell(row)}" for column in COLUMNS[1:])
-    return f"{row['layer']}: {'; '.join(cells)}"
 
 
 def _totals(rows: list[Row]) -> Row:
