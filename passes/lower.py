@@ -42,8 +42,8 @@ class Lower(Pass):
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         write_unseen(gm.graph)
-        keep_before_writes(gm.graph)
-        if not context.shards and not context.drawn and not any(map(is_scan, gm.graph.nodes)):
+        kept = keep_before_writes(gm.graph)
+        if not context.shards and not context.drawn and not kept and not any(map(is_scan, gm.graph.nodes)):
             return
         inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
         values = map(value_of, gm.graph.nodes)

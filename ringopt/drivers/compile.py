@@ -44,6 +44,7 @@ from ringopt.rules.plugins import load_rules
 from ringopt.runtime.crossing import note_of_cuts, rows_of_earlier
 from ringopt.runtime.graph_boundary import arriving, break_after, check_arrivals, ends_program
 from ringopt.scans.call import is_scan
+from ringopt.sharding.input_writes import has_copies
 from ringopt.torch_compat import dynamo
 from ringopt.torch_compat.symbolic_shapes import GuardAsked, without_guards
 from ringopt.torch_compat.tracing import compilation_of_frame
@@ -224,7 +225,7 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
     scans = any(info.refusal is None for info in context.scans.values()) or (mesh.size == 1 and left)
     if sites or scans or context.given or context.pairs or context.cuts or context.mixed:
         return replace(Compiled.of(made, report, context), pairs=snapshot.counterparts(made.graph, context), work=work)
-    if context.drawn or left:  # nothing is spread, so nothing is compared
+    if context.drawn or left or has_copies(made.graph.graph):  # nothing is spread, so nothing is compared
         return replace(Compiled.of(made, report, context), program=None, work=work)
     return Compiled(None, report, work=work)
 

@@ -32,14 +32,13 @@ def write_unseen(graph: fx.Graph) -> None:
             part.meta = {**origin(node), PLACEMENT: placement, "val": value_of(target).detach()}
 
 
-def keep_before_writes(graph: fx.Graph) -> None:
-    """What is computed from an input before it is written reads a copy of it, where a gradient may need that again."""
+def keep_before_writes(graph: fx.Graph) -> bool:
+    """What is computed from an input before it is written reads a copy of it, where a gradient may need that again.
+    Whether there is any."""
     written = {named(node, "self") for node in graph.find_nodes(op="call_function", target=aten.copy_.default)
                if not node.meta.get(UNSEEN)}  # fmt: skip
     inputs = [x for x in written if x.op == "placeholder" and not value_of(x).requires_grad]
-    if not inputs:
-        return
-    learns = requires_grad(graph)
+    learns = requires_grad(graph) if inputs else {}
     for x in inputs:
         readers = [user for user in x.users if user.op != "output" and user.target is not aten.copy_.default]
         if not any(learns[node] for node in reached(readers)):
@@ -49,6 +48,13 @@ def keep_before_writes(graph: fx.Graph) -> None:
         before.meta = {**origin(x), PLACEMENT: x.meta.get(PLACEMENT), WHOLE: x.meta.get(WHOLE), "val": value_of(x)}
         for user in readers:
             user.replace_input_with(x, before)
+    return has_copies(graph)
+
+
+def has_copies(graph: fx.Graph) -> bool:
+    """Whether something reads what an input was before it is written. Behind torch's partitioner its gradient is wrong
+    otherwise (ringopt/ops/snapshot.py)."""
+    return bool(graph.find_nodes(op="call_function", target=operators.snapshot.default))
 
 
 def reached(nodes: Iterable[fx.Node]) -> set[fx.Node]:

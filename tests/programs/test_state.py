@@ -127,8 +127,9 @@ def test_a_gradient_goes_through_the_state_of_earlier_calls(p, lengths, ranks):
 class CountedTwice(nn.Module):
     """A gradient needs what the counter was between two writes."""
 
-    def __init__(self):
+    def __init__(self, mixes):
         super().__init__()
+        self.mixes = mixes
         self.weight = nn.Parameter(torch.randn(8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
         self.register_buffer("count", torch.zeros(1, dtype=torch.float64))
 
@@ -137,19 +138,21 @@ class CountedTwice(nn.Module):
         x = (x @ self.weight) * (1 + self.count / 50)
         self.count += 1
         x = x * (1 + self.count / 50)
-        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True) if self.mixes else x
 
 
-def counted_twice(compiled):
-    model = CountedTwice()
+def counted_twice(compiled, mixes):
+    model = CountedTwice(mixes)
     run = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"}) if compiled else model
     for length in (9, 13):
         run(torch.ones(2, length, 8, dtype=torch.float64).cumsum(1)).square().mean().backward()
     return model.weight.grad, model.count
 
 
-def test_a_backward_reads_what_was_before_a_write(ranks):
-    """torch.compile's own partitioner computes it again from the new value (torch 2.13)."""
-    expected = counted_twice(False)
-    for found in ranks(2, counted_twice, True):
+@pytest.mark.parametrize("mixes", [True, False])
+def test_a_backward_reads_what_was_before_a_write(ranks, mixes):
+    """torch.compile's own partitioner computes it again from the new value (torch 2.11 to 2.14), whatever the backend:
+    also where nothing is shared, and on one process."""
+    expected = counted_twice(False, mixes)
+    for found in (*ranks(2, counted_twice, True, mixes), *ranks(1, counted_twice, True, mixes)):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
