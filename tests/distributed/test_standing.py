@@ -158,7 +158,7 @@ def alone_at_the_group() -> tuple[str, float]:
     with pytest.raises(RingCommError) as raised:
         met_group("never made", (0, 1), 2.0)
     began = time.monotonic()
-    with pytest.raises(RingCommError, match="did not come"):
+    with pytest.raises(RingCommError, match="did not come|has ended"):  # on a busy machine rank 1 has returned by now
         met_group("never made", (0, 1), 2.0)
     return str(raised.value), time.monotonic() - began
 

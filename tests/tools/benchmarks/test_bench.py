@@ -24,6 +24,7 @@ from ringopt.tools.benchmarks.lab.machine import this_machine
 from ringopt.tools.benchmarks.lab.numbers import WRONG, distance, numbers
 from ringopt.tools.benchmarks.lab.result import Result
 from ringopt.tools.benchmarks.lab.timing import interleaved
+from ringopt.tools.benchmarks.models.real_widths import FAMILIES
 from ringopt.tools.benchmarks.models.recurrent_layers import LAYERS
 from ringopt.tools.benchmarks.models.small_models import CASES
 from ringopt.tools.benchmarks.models.spellings import FORMS, LOOKALIKES
@@ -194,6 +195,7 @@ def test_the_examples_of_the_help_are_commands(module: Any) -> None:
             *KERNEL_NAMES,
             *gpu.PARTS,
             *LAYERS,
+            *FAMILIES,
         }
 
 
