@@ -153,12 +153,12 @@ def test_a_file_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch) 
 def alone_at_the_group() -> tuple[str, float]:
     """Rank 1 does not come to a mesh: what rank 0 is told, and how long the second time takes."""
     if dist.get_rank() == 1:
-        time.sleep(4)
+        time.sleep(8)
         return "", 0.0
     with pytest.raises(RingCommError) as raised:
         met_group("never made", (0, 1), 2.0)
     began = time.monotonic()
-    with pytest.raises(RingCommError, match="did not come|has ended"):  # on a busy machine rank 1 has returned by now
+    with pytest.raises(RingCommError, match=r"did not come|has ended"):  # on a busy machine rank 1 has returned by now
         met_group("never made", (0, 1), 2.0)
     return str(raised.value), time.monotonic() - began
 
@@ -166,7 +166,7 @@ def alone_at_the_group() -> tuple[str, float]:
 def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
     (said, again), _ = ranks(2, alone_at_the_group)
     assert "mesh 'never made' of ranks [0, 1] was not made in " in said and "ranks [1] did not come" in said
-    assert again < 1
+    assert again < 1.9
     from tests.harness.pool import POOL
 
     POOL.kill()  # the ranks have made unequally many groups
@@ -177,7 +177,7 @@ def ended_before_the_group(late: float) -> tuple[str, float]:
     told, and after how long."""
     if dist.get_rank() == 2:
         dist.destroy_process_group()
-        time.sleep(4)
+        time.sleep(8)
         return "", 0.0
     time.sleep(late * dist.get_rank())
     began = time.monotonic()
