@@ -40,8 +40,8 @@ def run(target: Path, **options: Any) -> Any:
 
 
 def row_of(worker: str, kind: str, ranks: int, seconds: float, inner: str) -> dict[str, Any]:
-    found = {"verdict": "exact", "error": 1e-15, "share": 1.0, "later": 0.5, "bytes": 640.0, "compile": 7.0}
-    return {**NOTHING, "type": kind, "ranks": ranks, "hf": kind == "llama", **found}
+    found = {"verdict": "exact", "error": 1e-15, "share": 1.0, "later": 0.5, "bytes": 640.0}
+    return {**NOTHING, **found, "type": kind, "ranks": ranks, "hf": kind == "llama", "memory": 0.55, "compile": 7.0}
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
@@ -72,6 +72,7 @@ def test_and_at_another_length() -> None:
     pytest.importorskip("transformers")
     row = judged_apart("ringopt.tools.benchmarks.models.conformance", "llama", 2, 300, "aot_eager")
     assert (row["verdict"], row["share"], row["later"]) == ("exact", 1.0, 1.0)
+    assert 0.45 < row["memory"] < 0.65, "half of what one process holds, and a little that both ranks do"
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ def test_the_pages(tmp_path: Path) -> None:
     assert "refuses 2 of them, of which 2 are exact here" in result.sentences[0]
     lines = (tmp_path / "a.md").read_text().splitlines()
     assert lines[2].startswith("| type | ranks |")
-    assert "| llama | 2 | exact | 1e-15 | 100.0% | 50.0% | 640 |  | 7 |" in lines[6]
+    assert "| llama | 2 | exact | 1e-15 | 100.0% | 50.0% | 640 |  | 55% | 7 |" in lines[6]
     assert "llama" in (tmp_path / "a.html").read_text()
 
 
@@ -134,6 +135,15 @@ def test_layers_are_shortened_together_to_one_of_each_kind() -> None:
     assert config.layer_types == ["sliding_attention", "full_attention"] and config.num_hidden_layers == 2
     assert config.sliding_window == 16 and config.vocab_size == 128
     assert config.num_attention_heads % config.num_key_value_heads == 0
+
+
+def test_a_part_of_a_model_keeps_what_its_model_asks_of_it() -> None:
+    """Even where it is small already, and the part is another one by itself: a layer that is skipped at random."""
+    transformers = pytest.importorskip("transformers")
+    from ringopt.tools.benchmarks.models.tiny_configs import tiny
+
+    assert transformers.AutoConfig.for_model("parakeet_encoder").layerdrop > 0
+    assert tiny(transformers.AutoConfig.for_model("canary")).encoder_config.layerdrop == 0
 
 
 def test_models_of_other_classes_are_built_with_what_they_take() -> None:

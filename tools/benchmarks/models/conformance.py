@@ -34,6 +34,7 @@ from ringopt.frontend.data_sizes.traced_again import on_ranks, traces_sizes
 from ringopt.frontend.higher_order.associative_scan import keeps_associative_scans
 from ringopt.report import Report
 from ringopt.tools.benchmarks.lab.result import Row
+from ringopt.tools.benchmarks.lab.tensor_bytes import peak_bytes
 from ringopt.tools.benchmarks.models.judged import NOTHING, died, no_answer
 from ringopt.tools.benchmarks.models.tiny_diffusers import build_denoiser
 from ringopt.tools.benchmarks.models.tiny_transformers import build_auto, build_tiny, reference_of
@@ -53,12 +54,13 @@ SMALL = 1e-4  # of the largest entry of all: what is smaller than that may be ro
 @dataclass(frozen=True)
 class Trial:
     """What every rank runs: a model, the keywords of its forward in call after call and what one process found in each,
-    how far apart the same may be, where the ranks meet, and the inner backend."""
+    how far apart the same may be, the bytes that a step takes there, where the ranks meet, and the inner backend."""
 
     model: nn.Module
     calls: Sequence[dict[str, Any]]
     expected: Sequence[Sequence[Tensor | None]]
     exact: float
+    bytes: int
     ranks: int
     meet: str
     seconds: float
@@ -78,6 +80,7 @@ def judge(answers: Any, kind: str, ranks: int, seconds: float, inner: str) -> No
             expected, again, shaken = (_numbers(one, inputs) for one in alike)
             calls = [inputs, *_fewer_tokens(alike[0], inputs)]
             found = [expected, *(_numbers(alike[0], later) for later in calls[1:])]
+            held = _bytes_of_a_step(alike[0], inputs)
     except Exception as error:
         answers.send(no_answer("not built", _in_words(error)))
         return
@@ -90,7 +93,7 @@ def judge(answers: Any, kind: str, ranks: int, seconds: float, inner: str) -> No
         facts = {"hf": bool(getattr(model, "supports_context_parallel", True)), "layers": _layers(model)}
     with tempfile.TemporaryDirectory() as folder:
         exact = min(max(EXACT, TIMES * _distance(shaken, expected)), INEXACT)
-        trial = Trial(model, calls, found, exact, ranks, f"file://{folder}/store", seconds, inner)
+        trial = Trial(model, calls, found, exact, held, ranks, f"file://{folder}/store", seconds, inner)
         answers.send({**NOTHING, **_on_ranks(trial), **facts})
 
 
@@ -149,8 +152,8 @@ def _on_ranks(trial: Trial) -> Row:
             rows.append(no_answer("error", died(process.exitcode)))
     if wrong := [row for row in rows if row["verdict"] == "error"]:
         return dict(wrong[0])
-    error = max(row["error"] for row in rows)
-    return {**rows[0], "error": error, "verdict": "exact" if error <= trial.exact else "wrong"}
+    error, memory = (max(row[name] for row in rows) for name in ("error", "memory"))
+    return {**rows[0], "error": error, "memory": memory, "verdict": "exact" if error <= trial.exact else "wrong"}
 
 
 def _a_rank(rank: int, answers: Any, trial: Trial) -> None:
@@ -172,6 +175,7 @@ def _a_rank(rank: int, answers: Any, trial: Trial) -> None:
         later = ringopt.backend.reports()[len(graphs) :]
         again = Report.merged(later, trial.ranks).sharded_fraction if later else figures["share"]
         figures["later"] = again if trial.calls[1:] else None
+        figures["memory"] = _bytes_of_a_step(compiled, trial.calls[0]) / trial.bytes
         answers.send({**figures, "verdict": "", "compile": took, "error": max(errors)})
     except Exception as error:
         answers.send(no_answer("error", _in_words(error)))
@@ -195,14 +199,26 @@ def _widened_ring(inner: str) -> Callable[..., Any]:
 def _numbers(model: Any, inputs: dict[str, Any]) -> list[Tensor | None]:
     """The loss and the gradient of every parameter."""
     model.zero_grad()
-    found = model(**inputs)
-    loss: Any = getattr(found, "loss", None)
-    if loss is None:
-        found = found[0] if isinstance(found, tuple) else found
-        parts = tree_leaves(found if isinstance(found, Tensor) else dict(found))
-        loss = sum(part.square().mean() for part in parts if isinstance(part, Tensor) and part.requires_grad)
+    loss = _loss(model, inputs)
     loss.backward()
     return [loss.detach(), *(None if p.grad is None else p.grad.detach().clone() for p in model.parameters())]
+
+
+def _loss(model: Any, inputs: dict[str, Any]) -> Any:
+    """Of the model, or of all that it returns."""
+    found = model(**inputs)
+    loss: Any = getattr(found, "loss", None)
+    if loss is not None:
+        return loss
+    found = found[0] if isinstance(found, tuple) else found
+    parts = tree_leaves(found if isinstance(found, Tensor) else dict(found))
+    return sum(part.square().mean() for part in parts if isinstance(part, Tensor) and part.requires_grad)
+
+
+def _bytes_of_a_step(model: Any, inputs: dict[str, Any]) -> int:
+    """The most at once, beside the weights and their gradients, which are there. The least of two steps: a thread of
+    gloo may be late to let go of a message."""
+    return min(peak_bytes(lambda: _loss(model, inputs).backward()) for _ in range(2))
 
 
 def _distance(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:

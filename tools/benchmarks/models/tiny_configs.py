@@ -117,7 +117,8 @@ def shrunk(config: Any) -> Sizes:
         elif re.search(TOKEN, name) and isinstance(value, int):
             given[name] = special(config, name)
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            given |= {name: small} if (small := smaller(name, value)) != value else {}
+            small, default = smaller(name, value), declared(type(config))[name]
+            given |= {name: small} if small != (default if isinstance(default, (int, float)) else value) else {}
         elif isinstance(value, list) and value and all(type(part) is int for part in value):
             given |= {name: parts} if (parts := [int(smaller(name, part)) for part in value]) != value else {}
     return given | whole_layers(config, given)
@@ -131,9 +132,9 @@ def fields(config: Any) -> Sizes:
     return {name: value for name, value in (settable | held).items() if name in declared(type(config))}
 
 
-def declared(config_class: type) -> set[str]:
-    """The fields of the dataclass."""
-    return set(getattr(config_class, "__dataclass_fields__", {}))
+def declared(config_class: type) -> Sizes:
+    """The fields of the dataclass, with what they are by default."""
+    return {name: field.default for name, field in getattr(config_class, "__dataclass_fields__", {}).items()}
 
 
 def smaller(name: str, value: float) -> float:

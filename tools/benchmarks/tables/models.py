@@ -195,6 +195,7 @@ COLUMNS = (
     Column("at another\nlength", lambda row: "" if row.get("later") is None else f"{row['later']:.1%}"),
     Column("bytes\na token", lambda row: "" if row["bytes"] is None else f"{row['bytes']:,.0f}"),
     Column("by\nattentions", lambda row: "" if row["by_sites"] is None else f"{row['by_sites']:,.0f}"),
+    Column("memory", lambda row: "" if row.get("memory") is None else f"{row['memory']:.0%}"),
     Column("compile,\ns", lambda row: "" if row["compile"] is None else f"{row['compile']:.0f}"),
     Column("the library", _rule, right=False),
     Column("first reason", lambda row: row["reason"], right=False),
@@ -206,6 +207,8 @@ NOTES = (
     "tokens in the same process; its numbers count for the error.",
     "bytes a token: sent by a rank in one forward, by all tokens; by attentions (and recurrences): the part that their "
     "plans name; the rest is what gathers and halos send.",
+    "memory: the most bytes of tensors that a step takes on a rank beside the weights and their gradients, of what it "
+    "takes on one process, as it is.",
     "the library: whether its own context parallelism takes the model: `supports_context_parallel` of transformers, a "
     "`_cp_plan` of diffusers.",
     "first reason: why the first of what is refused or gathered is, with its line.",
