@@ -127,7 +127,8 @@ def note_strides(graph: fx.Graph) -> None:
 
 
 def refuse_wrapped(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Raises GraphRefused for tensors of another class than torch's own; DTensors are local tensors here."""
+    """Raises GraphRefused for tensors of another class than torch's own (DTensors are local tensors here), and for
+    lists of tensors, which no program gives but the backward of compiled autograd."""
     given = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
     made = ((node, node.meta.get("example_value")) for node in gm.graph.nodes if node.op == "call_function")
     for node, value in (*given, *made):
@@ -136,6 +137,9 @@ def refuse_wrapped(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
                 f"{readable_name(node.name)} is a {type(value).__name__}: what operators do with a tensor of that "
                 "class is not known, and the graph runs as it was"
             )
+            raise GraphRefused(Refusal(why, node))
+        if node.op == "placeholder" and isinstance(value, list):
+            why = "a backward of compiled autograd runs as it is, on what its forward left"
             raise GraphRefused(Refusal(why, node))
 
 

@@ -282,6 +282,12 @@ def refuse_higher_order(gm: fx.GraphModule, inside: bool = False) -> None:
         if flex.calls_functorch(node):
             sentence = "a torch.func transform that uses forward-mode gradients (jvp, hessian) is not sharded yet"
             raise GraphRefused(Refusal(sentence, node))
+        if node.target is torch.autograd.grad:
+            sentence = (
+                "a gradient that is taken within a graph is not sharded; without trace_autograd_ops of "
+                "torch._dynamo.config the graph ends there, and is"
+            )
+            raise GraphRefused(Refusal(sentence, node))
         if is_inline(node.target) and node.target.name() == CUSTOM:
             _refuse_custom(node)
         if is_inline(node.target) or node.op == "call_module":

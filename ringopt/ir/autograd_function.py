@@ -23,6 +23,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from ringopt.torch_compat.autograd import never_compiled
 from ringopt.torch_compat.pytree import tree_map_only
 from ringopt.torch_compat.schema import HigherOrderOperator
 
@@ -49,6 +50,7 @@ class _Apply(torch.autograd.Function):
         return tuple(y.view_as(y) for y in values[: counts[0]])
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         saved, (outputs, _inputs) = ctx.saved_tensors, ctx.counts
         return (None, None, *[None] * outputs, *ctx.graph(*gradients, *saved), *[None] * len(saved))

@@ -22,6 +22,7 @@ from ringopt.ops.fetch_rows import trade
 from ringopt.ops.reshard import places
 from ringopt.ops.row_runs import Rows
 from ringopt.ops.tags import ON_HOST
+from ringopt.torch_compat.autograd import never_compiled
 
 
 @lru_cache(maxsize=256)
@@ -99,4 +100,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return back, None, None, None, None, None, None, None, None
 
 
-turn.register_autograd(_backward, setup_context=_setup)
+turn.register_autograd(never_compiled(_backward), setup_context=_setup)

@@ -15,6 +15,7 @@ from torch import Tensor
 from ringopt.distributed.lookup import mesh_of
 from ringopt.ops.collectives import reduce_from_group
 from ringopt.ops.tags import ON_HOST
+from ringopt.torch_compat.autograd import never_compiled
 
 
 @torch.library.custom_op("ringopt::extreme", mutates_args=(), tags=ON_HOST)
@@ -42,4 +43,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return grad * equal / count, None, None, None
 
 
-extreme.register_autograd(_backward, setup_context=_setup)
+extreme.register_autograd(never_compiled(_backward), setup_context=_setup)

@@ -26,6 +26,7 @@ from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import Mesh
 from ringopt.ir.placement import Sharded
 from ringopt.ops.tags import ON_HOST
+from ringopt.torch_compat.autograd import never_compiled
 
 LIBRARY = torch.library.Library("ringopt", "FRAGMENT")
 
@@ -121,10 +122,10 @@ def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return rows, None, None, None, None, None, None
 
 
-scatter.register_autograd(_scatter_backward, setup_context=_scatter_setup)
-gather.register_autograd(_gather_backward, setup_context=_gather_setup)
+scatter.register_autograd(never_compiled(_scatter_backward), setup_context=_scatter_setup)
+gather.register_autograd(never_compiled(_gather_backward), setup_context=_gather_setup)
 reduce_from_group.register_autograd(
-    lambda ctx, grad: (grad.clone(), None), setup_context=lambda ctx, inputs, output: None
+    never_compiled(lambda ctx, grad: (grad.clone(), None)), setup_context=lambda ctx, inputs, output: None
 )
 
 
@@ -137,6 +138,7 @@ class _CopyToGroup(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return reduce_from_group(grad, ctx.group).contiguous(memory_format=ctx.memory), None
 

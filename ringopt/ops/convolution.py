@@ -19,6 +19,7 @@ from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import Mesh
 from ringopt.ops.fetch_rows import Fetch, Wanted, fetch_of, run_fetch, run_return
 from ringopt.ops.tags import ON_HOST
+from ringopt.torch_compat.autograd import never_compiled
 
 aten = torch.ops.aten
 
@@ -176,4 +177,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return of_x, of_weight, of_bias if ctx.bias else None, *[None] * (len(ctx.how) + 3)
 
 
-convolve_rows.register_autograd(_backward, setup_context=_setup)
+convolve_rows.register_autograd(never_compiled(_backward), setup_context=_setup)

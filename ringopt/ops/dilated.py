@@ -34,6 +34,7 @@ from ringopt.kernels.choose import choose_kernel
 from ringopt.ops.ring import EARLY
 from ringopt.ops.ring_misfits import agree_on_seeds, misfit_of, misfit_of_extras, misfit_of_rows, settle_seeds
 from ringopt.ops.tags import ON_HOST
+from ringopt.torch_compat.autograd import never_compiled
 
 CONFIG = (
     "SymInt length, str pattern, float dropout_p, float scale, str layout, str strategy, str kernel, str group, "
@@ -145,7 +146,7 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
     return dq, dk, dv, None, dsinks[0] if dsinks else None, None, *(None for _ in ctx.config)
 
 
-dilated_attention.register_autograd(_backward, setup_context=_setup_context)
+dilated_attention.register_autograd(never_compiled(_backward), setup_context=_setup_context)
 
 
 # ---- before either ---------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ringopt.distributed.lookup import mesh_of
+from ringopt.torch_compat.autograd import never_compiled
 
 SEEDS = 2**31 - 1
 
@@ -43,4 +44,4 @@ def _backward(ctx: Any, grad: Tensor, _kept: Any) -> tuple[Any, ...]:
     return grad * kept / (1 - ctx.p if ctx.p < 1 else 1), None, None, None
 
 
-dropout.register_autograd(_backward, setup_context=_setup)
+dropout.register_autograd(never_compiled(_backward), setup_context=_setup)

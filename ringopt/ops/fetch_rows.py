@@ -40,6 +40,7 @@ from ringopt.distributed.mesh import Mesh
 from ringopt.ops.collectives import factored, with_dim
 from ringopt.ops.row_runs import Rows, add_rows, copy_rows, paired_rows
 from ringopt.ops.tags import ON_HOST
+from ringopt.torch_compat.autograd import never_compiled
 
 Piece = tuple[int, int, int]  # first row, step (of any sign, or 0), how many
 WINDOWS = ("halo", "edges")
@@ -333,7 +334,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return rows, None, None, None, None, None, None, None, None, None
 
 
-fetch_rows.register_autograd(_backward, setup_context=_setup)
+fetch_rows.register_autograd(never_compiled(_backward), setup_context=_setup)
 
 
 # ---- rows known when the program runs ------------------------------------------------------------------------------
@@ -386,4 +387,4 @@ def _look_up_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return local, None, None, None, None, None
 
 
-look_up_rows.register_autograd(_look_up_backward, setup_context=_look_up_setup)
+look_up_rows.register_autograd(never_compiled(_look_up_backward), setup_context=_look_up_setup)

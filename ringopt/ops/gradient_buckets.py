@@ -22,6 +22,7 @@ from ringopt.distributed.mesh import program_until_here
 from ringopt.distributed.tickets import issue, redeem, settle
 from ringopt.ops.collectives import LIBRARY
 from ringopt.ops.tags import ON_HOST
+from ringopt.torch_compat.autograd import never_compiled
 
 
 @torch.library.custom_op("ringopt::reduce_bucket", mutates_args=(), tags=ON_HOST)
@@ -112,6 +113,7 @@ class _CopyAllToGroup(torch.autograd.Function):
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         there = [i for i, grad in enumerate(grads) if grad is not None]
         found: list[Tensor | None] = [None] * len(grads)
@@ -129,6 +131,7 @@ class _LeaveToWrapper(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.ranks, None
 

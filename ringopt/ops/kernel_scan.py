@@ -26,7 +26,7 @@ from ringopt.scans.kernel import frame_of
 from ringopt.scans.segment_map import Frame, SegmentMap, wide
 from ringopt.scans.state_axes import Axis
 from ringopt.scans.trace import OperandKind
-from ringopt.torch_compat.autograd import recording
+from ringopt.torch_compat.autograd import never_compiled, recording
 
 # Of the largest entry: by how much a state may differ from the composed one.
 CLOSE = {torch.float64: 1e-7, torch.float32: 1e-2, torch.bfloat16: 1e-1, torch.float16: 1e-1}
@@ -274,6 +274,7 @@ class OverRanks(torch.autograd.Function):
         return *(torch.cat([x.detach() for x in parts], scan.dim) for parts in columns), last.clone()
 
     @staticmethod
+    @never_compiled
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         scan, *outputs = ctx.scan, *grads[:-1]

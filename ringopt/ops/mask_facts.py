@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ringopt.context_parallel.executor.mask_facts import MaskFacts
 from ringopt.context_parallel.executor.operands import Operands
 from ringopt.ops.tags import ON_HOST
+from ringopt.torch_compat.autograd import never_compiled
 
 _known: dict[int, tuple[MaskFacts, StorageWeakRef]] = {}
 _numbers = itertools.count(1)
@@ -54,7 +55,7 @@ def _count_sources(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.sources = len(inputs[0])
 
 
-mask_facts.register_autograd(_no_gradient, setup_context=_count_sources)
+mask_facts.register_autograd(never_compiled(_no_gradient), setup_context=_count_sources)
 
 
 def with_facts(given: Operands, ticket: Tensor | None) -> Operands:

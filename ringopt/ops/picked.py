@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ringopt.ops.tags import ON_HOST
 from ringopt.scans.body import from_text
-from ringopt.torch_compat.autograd import no_autocast, recording
+from ringopt.torch_compat.autograd import never_compiled, no_autocast, recording
 
 OPERANDS = "Tensor[] operands, str body, str sizes, int[] along, int[] out, int counts"
 
@@ -108,4 +108,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return [found.get(place) for place in range(len(saved))], *[None] * len(ctx.text)
 
 
-picked.register_autograd(_backward, setup_context=_setup)
+picked.register_autograd(never_compiled(_backward), setup_context=_setup)

@@ -15,6 +15,7 @@ from ringopt.context_parallel.geometry.layouts import Layout, layout_of
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import Mesh
 from ringopt.ops.tags import ON_HOST
+from ringopt.torch_compat.autograd import never_compiled
 
 
 @torch.library.custom_op("ringopt::running_sum", mutates_args=(), tags=ON_HOST)
@@ -59,4 +60,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return sums, None, None, None, None, None
 
 
-running_sum.register_autograd(_backward, setup_context=_setup)
+running_sum.register_autograd(never_compiled(_backward), setup_context=_setup)

@@ -22,6 +22,7 @@ from ringopt.distributed.lookup import mesh_of
 from ringopt.ops.collectives import with_dim
 from ringopt.ops.fetch_rows import Fetch, held, route, run_fetch
 from ringopt.ops.tags import ON_HOST
+from ringopt.torch_compat.autograd import never_compiled
 
 Factors = Sequence[int]  # outer, length, inner
 
@@ -92,4 +93,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return back, None, None, None, None, None, None, None
 
 
-respread.register_autograd(_backward, setup_context=_setup)
+respread.register_autograd(never_compiled(_backward), setup_context=_setup)

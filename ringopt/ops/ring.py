@@ -51,6 +51,7 @@ from ringopt.ops.ring_misfits import (
     settle_seeds,
 )
 from ringopt.ops.tags import ON_HOST
+from ringopt.torch_compat.autograd import never_compiled
 from ringopt.version import engine_version
 
 CONFIG = (
@@ -234,7 +235,7 @@ def _backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
     return dq, dk, dv, dsources, dsinks, None, *rest
 
 
-ring_attention.register_autograd(_backward, setup_context=_setup_context)
+ring_attention.register_autograd(never_compiled(_backward), setup_context=_setup_context)
 
 
 # ---- before either ---------------------------------------------------------------------------------------------------

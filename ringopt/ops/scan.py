@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ringopt.scans.body import from_text
 from ringopt.scans.steps import Recurrence, ResultGradients
+from ringopt.torch_compat.autograd import never_compiled
 
 OPERANDS = "Tensor[] init, Tensor[] xs, Tensor[] consts, str body"
 
@@ -104,4 +105,4 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     return *(gradients[part] for part in parts), *(None for _ in range(1 + any(ctx.keeps)))
 
 
-scan.register_autograd(_backward, setup_context=_setup)
+scan.register_autograd(never_compiled(_backward), setup_context=_setup)

@@ -34,6 +34,7 @@ from ringopt.ops.tags import ON_HOST
 from ringopt.scans.kernel import ScanKernel, frame_of
 from ringopt.scans.segment_map import wide
 from ringopt.scans.trace import OperandKind
+from ringopt.torch_compat.autograd import never_compiled
 
 OPERANDS = "Tensor state, Tensor[] xs, Tensor[] shared, str kernel"
 WHERE = "SymInt steps, int segments, str layout, str group"
@@ -192,4 +193,4 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     return first, others[:xs], others[xs:], *(None for _ in range(1 + len(ctx.where) + ctx.defaults))
 
 
-sharded_kernel_scan.register_autograd(_backward, setup_context=_setup)
+sharded_kernel_scan.register_autograd(never_compiled(_backward), setup_context=_setup)

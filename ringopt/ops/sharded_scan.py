@@ -36,6 +36,7 @@ from ringopt.scans.affine import AffineStep, prove_affine
 from ringopt.scans.segment_map import Frame, wide
 from ringopt.scans.steps import ResultGradients
 from ringopt.scans.trace import kinds_of
+from ringopt.torch_compat.autograd import never_compiled
 
 WHERE = "SymInt steps, int segments, str layout, bool ends, str group"
 GIVEN = f"Tensor[] grads, Tensor[] kept, {OPERANDS}"
@@ -210,4 +211,4 @@ def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     return *(gradients[part] for part in parts), *(None for _ in range(1 + ctx.asked))
 
 
-sharded_scan.register_autograd(_backward, setup_context=_setup)
+sharded_scan.register_autograd(never_compiled(_backward), setup_context=_setup)

@@ -87,7 +87,10 @@ def taken_by_start(body: fx.Node) -> list[fx.Node]:
 
 # ---- the graphs ------------------------------------------------------------------------------------------------------
 def order(graph: fx.Graph, budget: Budget) -> None:
-    """Reorders, in place: messages start as early and are waited for as late as they can be."""
+    """Reorders, in place: messages start as early and are waited for as late as they can be. What no passes have seen
+    stays: a backward of theirs that compiled autograd has traced is in order."""
+    if not budget.ranks:
+        return
     finish_late(graph)
     start_early(graph)
     bodies = [finish_of(node) for node in graph.nodes if starts_exchange(node)]

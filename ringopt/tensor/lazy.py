@@ -30,6 +30,7 @@ from ringopt.errors import RingCommError, RingMismatchError
 from ringopt.ir.placement import Spread, same_rows
 from ringopt.ops import operators
 from ringopt.output.printable import logger
+from ringopt.torch_compat.autograd import never_compiled
 from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
 from ringopt.torch_compat.operators import TO_COPY
 from ringopt.torch_compat.pytree import tree_map_only
@@ -237,6 +238,7 @@ class _Spread(torch.autograd.Function):
         return Lazy(Shard(rows.detach(), spread))
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         if isinstance(grad, Lazy) and same_rows(grad.shard.spread, ctx.spread):
             return grad.shard.rows, None
@@ -250,6 +252,7 @@ class _Rows(torch.autograd.Function):
         return x.shard.rows.detach()
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return Lazy(Shard(grad.contiguous(), replace(ctx.spread, name=f"the gradient of {ctx.spread.name}")))
 
@@ -260,6 +263,7 @@ class _Whole(torch.autograd.Function):
         return x.shard.read().detach()
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 

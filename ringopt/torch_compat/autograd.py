@@ -6,7 +6,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import Variable
@@ -22,12 +22,16 @@ __all__ = [
     "at_end_of_backward",
     "autocast_is_on",
     "current_backward",
+    "never_compiled",
     "no_autocast",
     "of_strand",
     "recording",
     "unseen",
     "without_hooks",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Raised through a checkpointed region that is computed again, once all that its backward needs is there.
 StopRecomputationError = _StopRecomputationError
@@ -40,6 +44,12 @@ CachingTorchDispatchMode = _CachingTorchDispatchMode
 GET_DATA: Any = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 ENTER_INFERENCE_MODE: Any = torch.autograd.grad_mode._enter_inference_mode
 EXIT_INFERENCE_MODE: Any = torch.autograd.grad_mode._exit_inference_mode
+
+
+def never_compiled(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, and what it calls, as it is wherever Dynamo watches. It watches what a backward calls where a program
+    that is compiled calls `loss.backward()`, and compiles it: as torch.compiler.disable, without importing Dynamo."""
+    return torch._disable_dynamo(function)
 
 
 def current_backward() -> int | None:

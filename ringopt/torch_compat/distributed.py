@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from ringopt.torch_compat.autograd import never_compiled
+
 __all__ = [
     "AsyncCollectiveTensor",
     "all_gather_single",
@@ -107,5 +109,6 @@ class _Waited(torch.autograd.Function):
         return found
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient

@@ -20,12 +20,25 @@ from ringopt.torch_compat.autograd import (
     at_end_of_backward,
     autocast_is_on,
     current_backward,
+    never_compiled,
     no_autocast,
     of_strand,
     recording,
     unseen,
     without_hooks,
 )
+
+
+def test_what_is_never_compiled_runs_as_it_is_where_dynamo_watches() -> None:
+    seen = []
+
+    @never_compiled
+    def compiling(x: Tensor) -> Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    assert torch.compile(lambda x: compiling(x.sin()).cos(), backend="eager")(torch.zeros(1)) == torch.ones(1).cos()
+    assert seen == [False]
 
 
 class Asking(torch.autograd.Function):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ringopt.frontend.data_sizes.fake_values import fake_value
 from ringopt.frontend.data_sizes.predication import Predicated
+from ringopt.torch_compat.autograd import never_compiled
 
 Conditions = Mapping[int, Sequence[int]]  # by input, which of the last outputs: one of them has to hold
 
@@ -91,5 +92,6 @@ class WhereTaken(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, *gradients: Any) -> Any:
         return (gradients[0] if ctx.taken.any_of(ctx.conditions) else None), None, None

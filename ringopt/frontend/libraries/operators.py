@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringopt.rules.declare import REGISTRY, SHIPPED, Decide, rule
-from ringopt.torch_compat.autograd import recording
+from ringopt.torch_compat.autograd import never_compiled, recording
 from ringopt.torch_compat.tensors import storage_key
 
 LIBRARY = "ringopt_kernels"
@@ -66,7 +66,7 @@ def define(
     operator_behind = torch.library.custom_op(f"{name}_backward", behind or again, **both, schema=back)
     op.register_fake(fake)
     operator_behind.register_fake(lambda grads, wanted, *args: [args[at].new_empty(args[at].shape) for at in wanted])
-    op.register_autograd(backward, setup_context=setup)
+    op.register_autograd(never_compiled(backward), setup_context=setup)
     with REGISTRY.filling(SHIPPED):
         rule(name)(says)
 
