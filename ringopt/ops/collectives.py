@@ -122,11 +122,13 @@ def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return rows, None, None, None, None, None, None
 
 
+def _reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return grad.clone(), None
+
+
 scatter.register_autograd(never_compiled(_scatter_backward), setup_context=_scatter_setup)
 gather.register_autograd(never_compiled(_gather_backward), setup_context=_gather_setup)
-reduce_from_group.register_autograd(
-    never_compiled(lambda ctx, grad: (grad.clone(), None)), setup_context=lambda ctx, inputs, output: None
-)
+reduce_from_group.register_autograd(never_compiled(_reduce_backward), setup_context=lambda ctx, inputs, output: None)
 
 
 class _CopyToGroup(torch.autograd.Function):
