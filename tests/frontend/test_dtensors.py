@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.fx as fx
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -18,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import ringopt
 from ringopt.dims.rules import rule_of
 from ringopt.distributed.mesh import PretendedMesh
-from ringopt.frontend.dtensors.local_graph import with_local_tensors
+from ringopt.frontend.dtensors.local_graph import DTensorBoundary, with_local_tensors
 from ringopt.frontend.dtensors.other_meshes import why_not_across
 from ringopt.ir.refusal import GraphRefused
 
@@ -191,6 +193,18 @@ def taken_apart() -> dict[str, Any]:
         except GraphRefused as refused:
             found[call.__name__] = refused.refusal.sentence
     return found
+
+
+def under_way() -> list[Any]:
+    """A sum over the ranks that is not waited for yet, and what enters a graph in its place."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    on_its_way = all_reduce(torch.ones(3), "sum", mesh)
+    [entered] = DTensorBoundary(nothing=False).entering([on_its_way])
+    return [type(on_its_way).__name__, type(entered).__name__, entered.tolist()]
+
+
+def test_a_message_under_way_is_waited_for(ranks: Callable[..., list[Any]]) -> None:
+    assert ranks(2, under_way) == 2 * [["AsyncCollectiveTensor", "Tensor", [2.0, 2.0, 2.0]]]
 
 
 def test_calls_on_dtensors_are_functions_of_local_tensors(ranks: Callable[..., list[Any]]) -> None:

@@ -248,6 +248,24 @@ def test_same_bits_without_writes_or_regions(function):
     assert_same(gm, captured, gm.meta["inputs"])
 
 
+def grad_for_a_part(m, x):
+    y = m.linear(x).sin()
+    with torch.enable_grad():
+        z = m.linear(x).sin()
+        return y.exp(), y * z
+
+
+def test_gradients_are_enabled_for_a_part():
+    """The program is called under no_grad."""
+    module, x = Body(grad_for_a_part), torch.randn(2, 5, 8)
+    with torch.no_grad():
+        gm, _ = after([Normalize()], module, x)
+        _, expected = module(x)
+    still, found = gm(*gm.meta["inputs"])
+    assert "_set_grad_enabled" not in ops(gm) and not still.requires_grad
+    assert torch.equal(*(torch.autograd.grad(out.sum(), module.linear.weight)[0] for out in (found, expected)))
+
+
 VIEWS = {
     "type_as": lambda y: y.type_as(y.new_zeros(1)),
     "expand": lambda y: y.expand(2, 5, 8),

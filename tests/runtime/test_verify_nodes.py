@@ -92,6 +92,20 @@ def test_a_language_model_agrees(caplog):
     assert all(number > 300 for number in agreed(caplog)) and len(agreed(caplog)) == 2
 
 
+class Counting(Mixer):
+    """Beside its output it returns what has no gradient: a tensor, and a number."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y, y.detach().argmax(-1), x.size(1)
+
+
+def test_an_output_without_a_gradient_takes_no_part_in_the_backward(caplog):
+    with caplog.at_level("INFO", "ringopt.runtime.verify"):
+        checked(Counting(), DATA.clone().requires_grad_())
+    assert [number > 25 for number in agreed(caplog)] == [True] * 2
+
+
 def test_without_gradients_values_are_compared(caplog):
     with caplog.at_level("INFO", "ringopt.runtime.verify"):
         checked(Mixer(), DATA, grad=False)
