@@ -37,7 +37,7 @@ from ringopt.frontend.higher_order.associative_scan import (
 )
 from ringopt.frontend.open_floats import left_open
 from ringopt.ir.checkpoint_regions import police, tags_of
-from ringopt.ir.nodes import readable_name
+from ringopt.ir.nodes import op_name, readable_name
 from ringopt.ops import operators
 from ringopt.ops.ring import VERSION
 from ringopt.options import Options, with_defaults
@@ -149,9 +149,11 @@ def compiled(
     if not anew:
         warn_of_limit(made.report, options)
     compiler = partial(inner, options=options, mode=mode, budget=made.budget)
+    learns = made.graph is not None and learns_in_part(gm)
     try:
-        with left_open(gm):
-            return made, in_order(made.graph or gm, made.order, made.examples(inputs), compiler)
+        with left_open(gm), torch.set_grad_enabled(torch.is_grad_enabled() or learns):
+            run = in_order(made.graph or gm, made.order, made.examples(inputs), compiler)
+            return made, torch.enable_grad()(run) if learns else run
     except GuardOnDataDependentSymNode as asked:
         if for_number or anew or made.graph is None or shape_env_of(gm) is None:
             raise
@@ -159,6 +161,13 @@ def compiled(
         _reports.pop()
         why = f"the compiler behind ringopt asks for a number: {first_line(asked)}"
         return compiled(gm, inputs, options, mesh, mode, anew, why)
+
+
+def learns_in_part(gm: fx.GraphModule) -> bool:
+    """Whether a program that is called under no_grad enables gradients for a part of it. What the passes make of it has
+    no such parts: it detaches where there is no gradient."""
+    switches = (node for node in gm.graph.nodes if op_name(node) == "_set_grad_enabled")
+    return not torch.is_grad_enabled() and any(node.args[0] for node in switches)
 
 
 def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, mode: str | None, budget: Budget) -> Run:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("lightning", reason="an extra: pip install 'ringopt[lightning]'")
+
+import lightning
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerState
+from lightning.pytorch.utilities.compile import from_compiled
 
 from ringopt.errors import OptionError
 from ringopt.integrations.lightning import FabricRingStrategy, RingStrategy
@@ -51,6 +57,24 @@ def test_mixed_precision(ranks: Callable[..., list[Any]]) -> None:
 @pytest.mark.parametrize("p", [2, 4])
 def test_fabric(ranks: Callable[..., list[Any]], p: int) -> None:
     check_ranks(ranks, fabricated, Training(data="equal", options=EAGER), p, cp_size=2)
+
+
+def test_a_module_is_left_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the strategy has compiled is so until its end; what the user has compiled stays so."""
+    for name in ("setup", "teardown"):
+        monkeypatch.setattr(DDPStrategy, name, lambda *_: None)
+    monkeypatch.setattr(RingStrategy, "compiling", lambda *_, **__: {"backend": "eager"})
+    module, strategy = lightning.LightningModule(), RingStrategy(1)
+    strategy.connect(module)
+    found = []
+    for by_the_user in (False, False, True):
+        if by_the_user:
+            from_compiled(torch.compile(module, backend="eager"))
+        strategy.setup(SimpleNamespace(state=TrainerState(fn=TrainerFn.FITTING)))
+        within = module._compiler_ctx is not None, "log" in vars(module)
+        strategy.teardown()
+        found.append((*within, module._compiler_ctx is not None, "log" in vars(module)))
+    assert found == [(True, True, False, False)] * 2 + [(True, False, True, False)]
 
 
 @pytest.mark.parametrize("strategy", [RingStrategy, FabricRingStrategy])

@@ -162,6 +162,37 @@ def test_float16_with_a_scaler(ranks):
     assert all(error < 1e-2 and sharded == 1.0 for error, sharded in ranks(2, scaled))
 
 
+class LearningInPart(Model):
+    """Under no_grad, but for a part: what scales is a number to it."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            first = self.step(self, x)
+        scale = first.mean(1, keepdim=True)
+        with torch.enable_grad():
+            return scale, super().forward(first * scale)
+
+
+def learning_in_part(inner):
+    """What has a gradient, and how far gradients are from eager's, at two lengths."""
+    torch._dynamo.reset()
+    model = LearningInPart(STEPS["tied"]).double()
+    compiled, found = torch.compile(model, backend="ring", options={"inner_backend": inner}), []
+    for length in (11, 8):
+        gradients = []
+        for call in (compiled, model):
+            with torch.no_grad():
+                scale, out = call(data(length).detach())
+            gradients.append(torch.autograd.grad(out.square().sum(), [model.qkv.weight, model.out.weight]))
+        found.append((scale.requires_grad, out.requires_grad, difference(*gradients) < 1e-10))
+    return found, ringopt.reports()[-1].sharded_fraction
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("eager", marks=pytest.mark.zoo)])
+def test_gradients_in_a_part_of_what_is_called_under_no_grad(ranks, inner):
+    assert ranks(2, learning_in_part, inner) == 2 * [(2 * [(False, True, True)], 1.0)]
+
+
 # ---- regions that are not written out ------------------------------------------------------------------------------
 def hooked(model, x):
     y = x * 2

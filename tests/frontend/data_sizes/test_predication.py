@@ -59,6 +59,23 @@ def test_what_a_turn_picks_has_no_rows_where_it_is_not_taken(caplog):
     ]
 
 
+def adds_where_some(asked):
+    def program(x):
+        y, row = torch.zeros_like(x), torch.where(x[:, 0] > 0)[0]
+        if asked(len(row)):
+            y.index_add_(0, row, x[row] * 2)
+        return y
+
+    return program
+
+
+@pytest.mark.parametrize("asked", [lambda n: n > 0, lambda n: n >= 1, lambda n: n != 0, lambda n: 2 * n > 1])
+def test_whether_there_is_a_row_may_be_asked_in_many_ways(asked, caplog):
+    """A number of rows is whole: at least 1 where it is more than 0."""
+    graphs, said = traced(adds_where_some(asked), torch.tensor([[0.5, 2.0], [-1.0, -3.0]]), caplog)
+    assert len(graphs) == 1 and not said
+
+
 # ---- what is felt where a branch is not taken ------------------------------------------------------------------------
 def counts(x):
     count = 0
@@ -188,6 +205,13 @@ def swaps(x):
     return y - 2 * z
 
 
+def needs_two_rows(x):
+    y, row = torch.zeros_like(x), torch.where(x[:, 0] > 0)[0]
+    if len(row) >= 2:
+        y.index_add_(0, row, x[row])
+    return y
+
+
 def until_small(x):
     while x.abs().max() > 0.1:
         x = x / 2
@@ -252,6 +276,7 @@ def another_mode(x):
         (largest_of_none, "calls max, which has no result without rows"),
         (reads_a_row_behind, "has a name stand for another tensor after it"),
         (swaps, "has a name stand for another tensor after it"),
+        (needs_two_rows, "has a condition on a number that is read from data"),
         (until_small, "does not go on where the program goes on without it"),
         (forgets_what_was_hit, "that is written in place: positive"),
         (counts_again, "that is written in place: found"),
