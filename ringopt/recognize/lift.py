@@ -86,6 +86,8 @@ class Cone:
 
     def at(self, node: fx.Node, index: Sequence[Term]) -> Term:
         """The element of `node` at coordinates `index`, one term a dim. Raises Unreadable."""
+        if 0 in self.longest.values():
+            raise Unreadable("there are no elements: a sequence of 0 tokens", node)
         place = tuple(index)
         key = (node, place)
         if key not in self.found:

@@ -212,6 +212,12 @@ def test_a_known_triangle_is_a_band_between_queries_and_keys(rows, keys, found):
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
+def test_of_no_tokens_there_is_no_element():
+    gm, node = traced(lambda: torch.arange(0) <= torch.arange(0)[:, None], ())
+    with pytest.raises(Unreadable, match="a sequence of 0 tokens"):
+        pulled(gm, node)
+
+
 def test_a_table_over_queries_and_keys_that_the_program_computes_is_refused():
     gm, node = traced(lambda x: (x @ x.transpose(-1, -2)) > 0, (torch.randn(3, 32, 6),))
     with pytest.raises(Unreadable, match=r"matmul makes a tensor \[3, 32, 32\] over queries and keys from data"):
