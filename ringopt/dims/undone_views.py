@@ -22,6 +22,12 @@ aten = torch.ops.aten
 
 Undone = tuple[Any, tuple[Any, ...]]
 
+# Where there is nothing to do, what they return is what they were given: under no_grad too, with its gradient.
+UNCHANGED = frozenset(
+    {"contiguous", "to", "type_as", "flatten", "positive", "real", "conj", "conj_physical", "resolve_conj"}
+    | {"resolve_neg", "sum_to_size", "atleast_1d", "atleast_2d", "atleast_3d"}
+)
+
 
 def undone(view: fx.Node, base: fx.Node, latest: fx.Node, value: fx.Node) -> Undone | None:
     """An op and its arguments: `latest`, the value of `base`, with `value` where `view` looks. None where that is not
@@ -32,6 +38,12 @@ def undone(view: fx.Node, base: fx.Node, latest: fx.Node, value: fx.Node) -> Und
         return aten.alias.default, (value,)
     rule = RULES.get(op_name(view))
     return rule(latest, value, view, shape_of(base)) if rule is not None else None
+
+
+def is_unchanged(view: fx.Node, base: fx.Node) -> bool:
+    """Whether `view`, which lies in the memory of `base`, is `base`."""
+    found, given = value_of(view), value_of(base)
+    return op_name(view) in UNCHANGED and found.dtype == given.dtype and lie_alike(found, given)
 
 
 def lie_alike(one: Tensor, other: Tensor) -> bool:

@@ -17,17 +17,13 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from ringopt.dims.undone_views import UNCHANGED
 from ringopt.frontend.functionalize import Unwritable, storage
 from ringopt.ir.nodes import carries_gradient, is_undropped, is_write, op_name, value_of, written_args
 from ringopt.ir.notes import UNSEEN, VIEW_OF
 
 aten = torch.ops.aten
 
-# Where there is nothing to do, what they return is what they were given: under no_grad too, with its gradient.
-UNCHANGED = frozenset(
-    {"contiguous", "to", "type_as", "flatten", "positive", "real", "conj", "conj_physical", "resolve_conj"}
-    | {"resolve_neg", "sum_to_size", "atleast_1d", "atleast_2d", "atleast_3d"}
-)
 CUTS = ("detach", "view_dtype")  # views without a gradient
 
 

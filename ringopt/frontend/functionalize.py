@@ -17,7 +17,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.dims.op_families import SPLITS
-from ringopt.dims.undone_views import PARTS, undone
+from ringopt.dims.undone_views import PARTS, is_unchanged, undone
 from ringopt.ir.autograd_function import GradientArguments, hands_gradient_on
 from ringopt.ir.memory import laying_out
 from ringopt.ir.nodes import (
@@ -89,15 +89,19 @@ class Functional:
                 node.args, node.kwargs = args
             self.enter(node)
         for node in reversed(nodes):
-            if is_write(node):
+            if WRITTEN in node.meta:
                 self.graph.erase_node(node)
 
     def enter(self, node: fx.Node) -> None:
-        """Notes which earlier node the memory of `node` belongs to."""
+        """Notes which earlier node the memory of `node` belongs to; or that `node` is that one, as `x.to(x.dtype)` is
+        x."""
         memory = storage(node)
         first = next(iter(node.all_input_nodes), None)
         original = first.meta.get(STANDS_FOR, first) if first is not None else None
         if memory is not None and original is not None and memory == storage(original):
+            if is_unchanged(node, original):
+                node.meta[WRITTEN] = original
+                return
             self.parents[node] = original
         elif memory is not None and self.owner.setdefault(memory, node) is not node:
             self.tangled.add(memory)
@@ -176,7 +180,7 @@ class Functional:
         return new
 
     def written(self, node: fx.Node) -> fx.Node:
-        """The result of a write is its target."""
+        """The result of a write is its target, and that of a cast to the same dtype is what was cast."""
         while WRITTEN in node.meta:
             node = node.meta[WRITTEN]
         return node

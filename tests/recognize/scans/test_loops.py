@@ -157,8 +157,17 @@ def parts_written(x, f):
     return out
 
 
+def written_as_cast(x, f):
+    """The tensor that is filled comes out of a cast which had nothing to do, and is that one."""
+    out, state = torch.zeros(x.shape, dtype=x.dtype).to(x), torch.zeros_like(x[:, 0])
+    for t in range(ROWS):
+        state = state * f[:, t].sigmoid() + x[:, t]
+        out[:, t] = state
+    return out
+
+
 LOOPS = (blocks, two_loops, windows, list_before, split, some_read, number_first, every_second, downwards, rows_behind,
-         parts_written)  # fmt: skip
+         parts_written, written_as_cast)  # fmt: skip
 
 
 @pytest.mark.sample(6)
