@@ -10,7 +10,7 @@
     VIEW_OF        the place of the operand in whose memory the value lies
     STANDS_FOR     of a value: the node that a write made it of
     UNSEEN         of a write: autograd does not see it, and the gradient of what is written stays as it was
-    WRITTEN        of a node that is written to: what it holds afterwards
+    WRITTEN        of a write: its target; of a cast with nothing to do: what was cast
     ROWS_OF        the tensor of which a node has the rows that a rank's queries have
     POLICY         of selective checkpointing, to be asked by a partitioner
     PLACEMENT      of a sharded value: how; None where it is on every rank
