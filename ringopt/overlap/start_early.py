@@ -40,11 +40,11 @@ from ringopt.ir.nodes import op_name, origin, shape_of, value_of
 from ringopt.ops import operators
 from ringopt.ops.traits import TABLE, attends, direction_of, exchanges, is_start, starts_exchange, talks
 from ringopt.overlap.async_collectives import Budget, collect_early
-from ringopt.overlap.collective_order import Lockstep
+from ringopt.overlap.collective_order import Lockstep, Split
 from ringopt.overlap.in_flight import first_bytes
 from ringopt.overlap.reorder import dependents_among, is_fixed, sources_among
 from ringopt.overlap.row_major import say_row_major
-from ringopt.torch_compat import dynamo
+from ringopt.torch_compat import dynamo, inductor
 from ringopt.torch_compat.inductor_passes import OrderedSet
 
 
@@ -236,7 +236,11 @@ def inductor_settings(gm: fx.GraphModule, budget: Budget) -> dict[str, Any]:
     without communication. Inductor's reordering for peak memory is off: it depends on sizes, which differ by rank."""
     if not any(map(talks, gm.graph.nodes)):
         return {}
-    return {"post_grad_custom_post_pass": InOrder(budget), "reorder_for_peak_memory": False}
+    return {
+        "custom_partitioner_fn": Split(inductor.setting("custom_partitioner_fn")),
+        "post_grad_custom_post_pass": InOrder(budget),
+        "reorder_for_peak_memory": False,
+    }
 
 
 def early_aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], budget: Budget) -> Callable[..., Any]:
@@ -248,4 +252,4 @@ def early_aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], budget: B
             node.target = torch.ops.aten.reshape.default
         order(graph.graph, budget)
 
-    return dynamo.aot_eager(gm, example_inputs, ordered)  # type: ignore[no-any-return]
+    return dynamo.aot_eager(gm, example_inputs, Split(), ordered)  # type: ignore[no-any-return]

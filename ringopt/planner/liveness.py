@@ -17,7 +17,8 @@ import torch.fx as fx
 
 from ringopt.ir.nodes import op_name
 from ringopt.ops.traits import attends, held_bytes
-from ringopt.torch_compat.aot_autograd import aot_module_simplified, min_cut_rematerialization_partition
+from ringopt.overlap.collective_order import Split
+from ringopt.torch_compat.aot_autograd import aot_module_simplified
 from ringopt.torch_compat.fake_tensors import FakeTensor
 from ringopt.torch_compat.inductor import select_decomp_table
 from ringopt.torch_compat.schema import OpOverload
@@ -141,7 +142,7 @@ def partitioned(flat: fx.GraphModule) -> list[fx.GraphModule]:
     graphs: list[fx.GraphModule] = []
 
     def split(joint: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        parts = min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **how)
+        parts = Split()(joint, inputs, compiler="inductor", **how)
         graphs.extend(parts)
         return parts
 

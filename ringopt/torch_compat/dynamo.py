@@ -252,15 +252,20 @@ def opens_sizes_that_change() -> bool:
     return bool(config.automatic_dynamic_shapes and config.assume_static_by_default)
 
 
-def aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], ordered: Callable[[fx.GraphModule], None]) -> Any:
-    """torch's backend of that name, with `ordered` called, in place, on the forward graph and on the backward one."""
-    from torch._dynamo.backends import debugging
+def aot_eager(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], split: Callable[..., Any], ordered: Callable[[fx.GraphModule], None]
+) -> Any:
+    """torch's backend of that name, with `split` for its partitioner, and `ordered` called, in place, on the forward
+    graph and on the backward one."""
+    from torch._dynamo.backends import common, debugging
 
     def compiled(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         ordered(graph)
         return debugging.boxed_nop(graph, list(inputs))
 
-    return debugging.aot_eager(gm, list(example_inputs), fw_compiler=compiled, bw_compiler=compiled)
+    compilers = {"fw_compiler": compiled, "bw_compiler": compiled}
+    backend = common.aot_autograd(**compilers, partition_fn=split, keep_inference_input_mutations=True)
+    return backend(gm, list(example_inputs))
 
 
 # ---- where an input of Dynamo's graph is from ------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from ringopt.torch_compat.symbolic_shapes import free_unbacked_symbols
 
 __all__ = [
     "compile_fx", "draws_as_eager", "fresh_cache", "hash_settings", "list_mode_options", "patched",
-    "select_decomp_table",
+    "select_decomp_table", "setting",
 ]  # fmt: skip
 
 
@@ -143,3 +143,10 @@ def patched(**settings: Any) -> AbstractContextManager[Any]:
 
     context: AbstractContextManager[Any] = config.patch(settings)
     return context
+
+
+def setting(name: str) -> Any:
+    """A setting of torch._inductor.config, by name."""
+    from torch._inductor import config
+
+    return getattr(config, name)

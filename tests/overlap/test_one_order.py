@@ -3,6 +3,8 @@ computes other things again on each."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch._functorch.config as functorch
@@ -119,3 +121,40 @@ def test_what_hides_an_exchange_is_counted_alike(p: int, layout: str) -> None:
         assert flat is not None
         found.append({node.name: product_flops(node, p) for node in flat.graph.nodes if is_product(node)})
     assert all(counted == found[0] for counted in found), found
+
+
+class Shifts(torch.autograd.Function):
+    """Its gradient is made of the rows after those that were given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,), (g,) = ctx.saved_tensors, gradients
+        return g * F.pad(x[:, 1:], (0, 0, 0, 1))
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.last = Block(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Shifts.apply(self.last(self.block(x))).mean()  # type: ignore[no-untyped-call, no-any-return]
+
+
+def test_what_a_backward_makes_of_saved_rows_is_made_there() -> None:
+    """11 rows are 6 of rank 0 and 5 of rank 1, the last 10 are 5 of each: on rank 0 a partitioner would rather keep
+    these, and so fetch them in the forward."""
+    found = []
+    for rank in range(2):
+        gm, inputs = captured(Shifted().double(), data())
+        made = transform(gm, inputs, Options(strategy="ring", layout="contiguous"), Seat(rank, 2))
+        assert made.graph is not None
+        found.append([posted(part.graph) for part in partitioned(made.graph)])
+    assert found[0] == found[1]
+    assert [names.count("fetch_rows") for names in found[0]] == [0, 2]

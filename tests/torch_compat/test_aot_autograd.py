@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ringopt.torch_compat.aot_autograd import (
     aot_module_simplified,
+    is_of_backward,
     mark_boxed,
     min_cut_rematerialization_partition,
     patched,
@@ -27,6 +28,7 @@ def test_a_graph_is_split_in_forward_and_backward(training: bool) -> None:
     alone: list[fx.GraphModule] = []
 
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        assert {"cos"} <= {node.name for node in joint.graph.nodes if is_of_backward(node)}.difference({"sin", "exp"})
         parts = min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **how)
         split.extend(parts)
         return parts

@@ -14,6 +14,7 @@ from torch._dynamo import convert_frame
 from torch._dynamo.symbolic_convert import SpeculationLog
 
 from ringopt.torch_compat import dynamo
+from ringopt.torch_compat.aot_autograd import min_cut_rematerialization_partition
 from ringopt.torch_compat.dynamo import (
     BackendCompilerFailed,
     TensorifyScalarRestartAnalysis,
@@ -127,7 +128,7 @@ def test_forward_and_backward_are_handed_over() -> None:
     graphs: list[str] = []
 
     def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        return dynamo.aot_eager(gm, inputs, lambda graph: graphs.append(graph.code))
+        return dynamo.aot_eager(gm, inputs, min_cut_rematerialization_partition, lambda graph: graphs.append(graph.code))
 
     x = torch.ones(2, requires_grad=True)
     torch.compile(lambda x: x.sin(), backend=backend)(x).sum().backward()

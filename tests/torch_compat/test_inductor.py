@@ -89,6 +89,11 @@ def test_settings_for_hashes_leave_the_users_alone() -> None:
         assert inductor.hash_settings() == {}
 
 
+def test_a_setting_by_name() -> None:
+    with inductor.patched(realize_opcount_threshold=12):
+        assert inductor.setting("realize_opcount_threshold") == 12
+
+
 def test_random_numbers_are_drawn_as_in_eager_where_it_is_set() -> None:
     assert not inductor.draws_as_eager()
     with inductor.patched(fallback_random=True):

@@ -10,6 +10,7 @@ from ringopt.torch_compat.fx import make_fx
 from ringopt.torch_compat.inductor_passes import (
     FORCE_STRIDE_ORDER,
     CustomGraphPass,
+    CustomPartitionerFn,
     OrderedSet,
     preserve_node_ordering,
 )
@@ -25,6 +26,11 @@ def test_a_pass_is_called_with_a_graph_and_named_for_the_cache() -> None:
     assert Pass().uuid() == "1"
     with pytest.raises(TypeError, match="abstract"):
         CustomGraphPass()
+
+
+def test_a_partitioner_is_given_by_such_a_class() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        CustomPartitionerFn()
 
 
 def test_a_set_keeps_the_order_in_which_its_elements_came() -> None:
