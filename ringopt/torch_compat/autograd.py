@@ -77,10 +77,10 @@ def of_strand(key: str, make: Callable[[], Any]) -> Any:
 
 def unseen() -> AbstractContextManager[None]:
     """For what is run beside the program: hooks of the program that see what is saved for a backward do not see it. A
-    checkpoint around a call that is compiled would count it, and miss it when it computes again. Where hooks are
-    forbidden there are none."""
+    checkpoint around a call that is compiled would count it, and miss it when it computes again. Where the program has
+    no hooks, or they are forbidden, there are none: functions of torch.func do not run where there is one."""
     allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-    return saved_tensors_hooks(as_it_is, as_it_is) if allowed else nullcontext()
+    return saved_tensors_hooks(as_it_is, as_it_is) if allowed and _top_hooks() is not None else nullcontext()
 
 
 def as_it_is(saved: Any) -> Any:

@@ -209,3 +209,21 @@ def test_rows_padded_to_whole_blocks_stay_open():
     """Of lengths at which nothing is padded one graph serves all."""
     found = run_over(InBlocks().double(), [(ids(2, n),) for n in (25, 40, 44, 12)], 2)
     assert len(found.reports) == 2 and found.reports[1].notes == ("serves any size 1 of ids, as far as its guards go",)
+
+
+class PaddedTable(nn.Module):
+    """A table, padded to the length in a region of autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(1, 3, 4))
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            y = (x + F.pad(self.table, (0, 0, 0, x.shape[1] - 3)))[:, None]
+        return F.scaled_dot_product_attention(y, y, y, is_causal=True)
+
+
+def test_an_open_length_may_be_padded_to_in_autocast():
+    found = run_over(PaddedTable().double(), [(torch.randn(2, n, 4).double(),) for n in (9, 12, 8)], 2)
+    assert found.reports[1].notes == ("serves any size 1 of x, as far as its guards go",)

@@ -192,7 +192,15 @@ def test_a_recurrence_beside_draws_has_its_own_reason(ranks):
         assert len(said) == 2 and "values agree" in said[1], said
 
 
-SAMPLE = ("checkpointed", "lazy", "rows", "autocast")
+class OfFunc(nn.Module):
+    """Attention of what torch.func computes, which forbids hooks on what autograd saves."""
+
+    def forward(self, x):
+        slope = torch.func.vmap(torch.func.grad(lambda row: row.sin().square().sum()))(x)
+        return F.scaled_dot_product_attention(x[:, None], slope[:, None], x[:, None], is_causal=True)
+
+
+SAMPLE = ("checkpointed", "lazy", "rows", "autocast", "torch.func")
 
 
 def every_way(names=()):
@@ -211,6 +219,7 @@ def every_way(names=()):
         "left to a wrapper": (Model(), (x, labels), {"sync_gradients": False}),
         "three graphs": (Model(breaks=True), (x, labels), {}),
         "attention alone": (Model(), (x, labels), {"shard": "attention"}),
+        "torch.func": (OfFunc(), (data(13, torch.float32),), {}),
     }
     for name, (model, inputs, options) in ways.items():
         if names and name not in names:

@@ -124,6 +124,8 @@ def test_hooks_of_the_program_do_not_see_what_is_beside_it() -> None:
     assert len(packed) == 1
     with disable_saved_tensors_hooks("none here"), unseen():
         x.sin()
+    with unseen(), disable_saved_tensors_hooks("none is there, for the program has none"):
+        x.sin()
     with saved_tensors_hooks(pack, lambda saved: saved):
         with unseen(), without_hooks(), disable_saved_tensors_hooks("none is there"):
             x.sin()
