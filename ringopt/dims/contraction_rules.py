@@ -56,7 +56,7 @@ def baddbmm(node: fx.Node) -> Rule:
 def einsum(node: fx.Node) -> Rule | None:
     """Letters of the output run along with the same letters of the operands; a letter that every operand has and the
     output has not is summed. No rule for diagonals ("ii") and letters that only some operands sum."""
-    operands, out = spelled(node)
+    operands, out = einsum_letters(node)
     if any(len(set(letters)) < len(letters) for letters in (*operands, out)):
         return None
     sizes = [shape_of(arg) for arg in tensor_args(node)]
@@ -70,7 +70,7 @@ def einsum(node: fx.Node) -> Rule | None:
     return Rule(maps, tuple(zip(*equal, strict=True)) if equal else ())
 
 
-def spelled(node: fx.Node) -> tuple[list[str], str]:
+def einsum_letters(node: fx.Node) -> tuple[list[str], str]:
     """The letters of each operand and of the output, an ellipsis as numbers counted from its end. Without "->" the
     output has the letters that come once, in their order."""
     inputs, arrow, out = node.args[0].replace(" ", "").partition("->")

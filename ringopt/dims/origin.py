@@ -83,8 +83,9 @@ def step(node: fx.Node, place: Sharded) -> tuple[Origin | None, list[tuple[fx.No
         return Origin("features", node, last), []
     if wanted is not None:
         return None, [(arg, at) for arg, at in zip(operands, wanted, strict=True) if at is not None]
-    first = next((arg for arg in operands if len(shape_of(arg)) == rank), None)  # `cat` skips what has no entries
-    if name in KEEPING and first is not None and shape_of(first)[place.dim] > 1:
+    # `cat` skips what has no entries, and puts a class token before patches.
+    many = (arg for arg in operands if len(shape_of(arg)) == rank and shape_of(arg)[place.dim] > 1)
+    if name in KEEPING and (first := next(many, None)) is not None:
         return None, [(first, Sharded(place.dim, 1, shape_of(first)[place.dim], 1))]
     return Origin("unknown", node, last), []
 

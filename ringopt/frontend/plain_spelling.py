@@ -8,6 +8,7 @@ from functools import cache
 import torch
 import torch.fx as fx
 
+from ringopt.dims.contraction_rules import einsum_letters
 from ringopt.dims.op_families import SYNONYMS
 from ringopt.frontend.functionalize import instead
 from ringopt.frontend.shuffles import shuffle_by_views, spell_in_steps
@@ -32,6 +33,7 @@ def spell_plainly(graph: fx.Graph) -> None:
     fill_by_shape(graph)
     fill_where_masked(graph)
     join_what_has_entries(graph)
+    sum_lone_letters(graph)
     count_in_memory(graph)
     transform_by_dims(graph)
     shuffle_by_views(graph)
@@ -195,12 +197,13 @@ def fill_where_masked(graph: fx.Graph) -> None:
 
 def join_what_has_entries(graph: fx.Graph) -> None:
     """`cat` skips a tensor of shape [0] beside others of any rank, all but its dtype: so the KV cache of transformers
-    begins. One that a gradient is asked of stays, for its gradient is as empty, and not none."""
+    begins. One that a gradient is asked of stays, for its gradient is as empty, and not none. `cat` of one tensor, as
+    einops packs it, is a copy."""
     carries = requires_grad(graph)
     for node in graph.find_nodes(op="call_function", target=aten.cat.default):
         parts, kind = node.args[0], value_of(node).dtype
         kept = [part for part in parts if carries.get(part, True) or not _is_empty_vector(part)]
-        if not kept or len(kept) == len(parts):
+        if not kept or len(kept) == len(parts) > 1:
             continue
         with graph.inserting_before(node):
             kept = [x if value_of(x).dtype == kind else emit(graph, aten.to.dtype, (x, kind), node) for x in kept]
@@ -211,6 +214,25 @@ def join_what_has_entries(graph: fx.Graph) -> None:
         if value_of(joined).stride() == value_of(node).stride():
             node.replace_all_uses_with(joined)
             graph.erase_node(node)
+
+
+def sum_lone_letters(graph: fx.Graph) -> None:
+    """`einsum("nd,md->n", a, b)` adds up the rows of b before it multiplies, as torch does inside: a sum over shards is
+    a sum of theirs, and what the product would read is whole on no rank."""
+    for node in graph.find_nodes(op="call_function", target=aten.einsum.default):
+        inputs, arrow, out = node.args[0].replace(" ", "").partition("->")
+        texts, operands, named_dims = inputs.split(","), list(node.args[1]), einsum_letters(node)[0]
+        if not arrow or len(operands) < 2 or not value_of(node).is_floating_point():
+            continue
+        for place, letters in enumerate(named_dims):
+            others = set(out).union(*named_dims[:place], *named_dims[place + 1 :])
+            lone = [c for c in letters if c.isalpha() and c not in others and letters.count(c) == 1]
+            if lone:
+                with graph.inserting_before(node):
+                    dims = [letters.index(c) for c in lone]
+                    operands[place] = emit(graph, aten.sum.dim_IntList, (operands[place], dims), node)
+                texts[place] = "".join(c for c in texts[place] if c not in lone)
+        node.args = (f"{','.join(texts)}->{out}", operands)
 
 
 # Of a Fourier transform along several dims: that of all dims but the last, and that of the last.

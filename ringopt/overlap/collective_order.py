@@ -4,9 +4,9 @@ The sharded graphs of two ranks differ in sizes where the tokens do not divide e
 size: of two independent messages one rank would send the first first, another the second, and both would deadlock. Here
 each operator that communicates is made to depend on the one before it, in the forward graph and in the backward one.
 
-Which graph it is in does not depend on sizes either. What a backward computes of saved values alone (an autograd.Function
-that shifts what it saved), a partitioner may put into the forward, where its result is the smaller one to keep: on one
-rank, and on the next it is not. What communicates there stays in the backward, as in eager code.
+Which graph it is in does not depend on sizes either. What a backward computes of saved values alone (that of an
+autograd.Function that shifts what it saved), a partitioner may put into the forward, where its result is the smaller
+one to keep: on one rank, and on the next it is not. What communicates there stays in the backward, as in eager code.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ class Lockstep(CustomGraphPass):
         return "ringopt lockstep 1"  # compiled code is cached by it
 
 
-
 class Split(CustomPartitionerFn):
-    """Splits a joint graph into a forward and a backward: by `inner`, torch's partitioner of least saved memory if None,
+    """Splits a joint graph into a forward and a backward: by `inner` (None: torch's partitioner of least saved memory),
     but for what communicates, which is in the graph in which autograd has traced it."""
 
     def __init__(self, inner: CustomPartitionerFn | None = None):

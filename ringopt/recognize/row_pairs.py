@@ -21,8 +21,8 @@ import torch.fx as fx
 from ringopt.calls import AttentionCall
 from ringopt.dims.contraction import Product, product_of
 from ringopt.dims.follow import ALONG, along
-from ringopt.dims.op_families import SOFTMAXES
-from ringopt.dims.origin import FEATURES_SECOND, is_learned, is_row, is_weight, origins
+from ringopt.dims.op_families import RESHAPES, SOFTMAXES
+from ringopt.dims.origin import FEATURES_SECOND, Origin, is_learned, is_row, is_weight, origins
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import is_aten, is_tensor, op_name, shape_of, tensor_args
 from ringopt.ir.placement import Sharded
@@ -78,9 +78,19 @@ def _operand(product: Product, side: int, letter: str) -> Rows:
 
 
 def rows_of(product: Product, side: int) -> list[str]:
-    """The axes that one operand alone has and that are sequences."""
+    """The axes that one operand alone has and that are sequences: of inputs, or of patches that a view has put side by
+    side."""
     operand, letters = product.operands[side], product.letters[side]
-    return [letter for letter in product.own(side) if any(map(is_row, origins(operand, letters.index(letter))))]
+
+    def counts_rows(letter: str) -> bool:
+        return any(is_row(end) or is_merged(end) for end in origins(operand, letters.index(letter)))
+
+    return [letter for letter in product.own(side) if counts_rows(letter)]
+
+
+def is_merged(origin: Origin) -> bool:
+    """Whether the way up ends at a view that makes one dim of several, as of the height and the width of a picture."""
+    return origin.kind == "unknown" and op_name(origin.node) in RESHAPES
 
 
 def _at(product: Product, letter: str) -> Sharded:

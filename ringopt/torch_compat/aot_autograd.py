@@ -32,4 +32,4 @@ def mark_boxed(run: Any) -> Any:
 
 def is_of_backward(node: fx.Node) -> bool:
     """Of a node of a joint graph: whether autograd ran it for the gradients."""
-    return node.meta.get("partitioner_tag") == "is_backward"
+    return bool(node.meta.get("partitioner_tag") == "is_backward")

@@ -253,7 +253,10 @@ def opens_sizes_that_change() -> bool:
 
 
 def aot_eager(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], split: Callable[..., Any], ordered: Callable[[fx.GraphModule], None]
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    split: Callable[..., Any],
+    ordered: Callable[[fx.GraphModule], None],
 ) -> Any:
     """torch's backend of that name, with `split` for its partitioner, and `ordered` called, in place, on the forward
     graph and on the backward one."""

@@ -13,8 +13,8 @@ __all__ = ["FORCE_STRIDE_ORDER", "CustomGraphPass", "CustomPartitionerFn", "Orde
 
 # CustomGraphPass: the base of a pass given to the setting post_grad_custom_post_pass: called with a graph, which it
 #     changes in place; uuid() is part of the key by which compiled code is cached.
-# CustomPartitionerFn: the same for the setting custom_partitioner_fn: called with a joint graph, its inputs and keywords
-#     of torch's partitioner, it returns a forward and a backward.
+# CustomPartitionerFn: the same for the setting custom_partitioner_fn: called with a joint graph, its inputs and the
+#     keywords of torch's partitioner, it returns a forward and a backward.
 # preserve_node_ordering(graph, {node: OrderedSet of nodes}): ties a node to those that must have run before it, in code
 #     that is generated too.
 # OrderedSet: a set in the order in which its elements came.

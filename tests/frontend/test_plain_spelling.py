@@ -114,6 +114,32 @@ def test_a_transform_of_several_dims_is_one_of_each(name):
     assert found.stride() == expected.stride() and torch.allclose(found, expected)
 
 
+LONE = {
+    "nd,md->n": "nd,d->n", "b h n d, b h m d -> b h n": "bhnd,bhd->bhn", "...nd,...md->...n": "...nd,...d->...n",
+    "nd,dm->n": "nd,d->n", "ndk,m,mj->nk": "nk,m,m->nk",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("equation", LONE)
+def test_what_one_operand_sums_is_summed_before_the_product(equation):
+    sizes = dict(zip("bhndmkj", (2, 3, 4, 5, 6, 2, 3), strict=True))
+    texts = equation.replace(" ", "").replace("...", "bh").partition("->")[0].split(",")
+    given = [torch.randn([sizes[c] for c in text]).double() for text in texts]
+    gm, _ = after([Normalize()], lambda *x: torch.einsum(equation, *x), *given)
+    assert ops(gm)[0] == "sum" and ops(gm)[-1] == "einsum"
+    (node,) = gm.graph.find_nodes(op="call_function", target=aten.einsum.default)
+    assert node.args[0] == LONE[equation]
+    assert torch.allclose(gm(*gm.meta["inputs"])[0], torch.einsum(equation, *given))
+
+
+def test_one_tensor_joined_with_none_is_a_copy():
+    given = X.clone().requires_grad_()
+    captured, _ = after([], lambda x: torch.cat([x.mT], -1) + 1, given)
+    gm, _ = after([Normalize()], lambda x: torch.cat([x.mT], -1) + 1, given)
+    assert ops(gm) == ["mT", "clone", "add"]
+    assert_same(gm, captured, gm.meta["inputs"])
+
+
 def test_arguments_keep_their_meaning():
     def function(x, y):
         x = torch.subtract(x, y, alpha=3).divide(2, rounding_mode="floor").clone()

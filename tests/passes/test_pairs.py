@@ -169,6 +169,29 @@ def test_keys_are_gathered_where_a_layer_makes_them_of_rows(name):
     assert [gather.op for gather in verdict.report.gathers] == [*gathered, "output"]
 
 
+class Patches(nn.Module):
+    """Patches of a picture behind a class token; the weights of all heads are mixed after the softmax."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.token, self.talk = nn.Parameter(torch.randn(1, 1, 12)), nn.Parameter(torch.randn(3, 3))
+        self.embed, self.qkv = nn.Linear(12, 12), nn.Linear(12, 36)
+
+    def forward(self, image):
+        patches = image.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+        x = torch.cat([self.token.expand(len(image), -1, -1), self.embed(patches)], 1)
+        q, k, v = (t.unflatten(-1, (3, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        weights = torch.einsum("bhij,hg->bgij", (q @ k.mT).softmax(-1), self.talk)
+        return (weights @ v).transpose(1, 2).flatten(2)
+
+
+def test_patches_of_a_picture_are_rows():
+    verdict = validate(2, Patches().double(), torch.randn(2, 3, 8, 10, dtype=torch.float64))
+    assert verdict.wrong == "" and verdict.report.sharded_fraction > 0.7
+    assert len(verdict.report.notes) == 1 and "pairs of matmul" in verdict.report.notes[0]
+
+
 def test_a_file_without_a_site_is_converted_for_its_pairs():
     model, x = Layers(PAIRS["no softmax"]), given().detach()
     made = ringopt.convert(export(model, (x,)))

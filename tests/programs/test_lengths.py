@@ -227,3 +227,17 @@ class PaddedTable(nn.Module):
 def test_an_open_length_may_be_padded_to_in_autocast():
     found = run_over(PaddedTable().double(), [(torch.randn(2, n, 4).double(),) for n in (9, 12, 8)], 2)
     assert found.reports[1].notes == ("serves any size 1 of x, as far as its guards go",)
+
+
+class Picked(nn.Module):
+    def forward(self, x, rows):
+        y = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return y.index_select(2, rows), y[:, :, rows], y.gather(2, rows[None, None, :, None].expand(2, 1, -1, 4))
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_rows_may_be_picked_by_an_index_of_open_length(p):
+    """A few rows of the sequence, each from the rank that has it."""
+    calls = [(torch.randn(2, 1, n, 4).double(), torch.randperm(n)[: n // 4]) for n in (24, 32, 37)]
+    found = run_over(Picked(), calls, p)
+    assert found.reports[-1].notes and len(found.reports) == 2

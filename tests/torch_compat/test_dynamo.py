@@ -128,7 +128,8 @@ def test_forward_and_backward_are_handed_over() -> None:
     graphs: list[str] = []
 
     def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        return dynamo.aot_eager(gm, inputs, min_cut_rematerialization_partition, lambda graph: graphs.append(graph.code))
+        split = min_cut_rematerialization_partition
+        return dynamo.aot_eager(gm, inputs, split, lambda graph: graphs.append(graph.code))
 
     x = torch.ones(2, requires_grad=True)
     torch.compile(lambda x: x.sin(), backend=backend)(x).sum().backward()

@@ -292,8 +292,8 @@ def looked_up(sharder: Sharder, node: fx.Node, rows: fx.Node) -> tuple[fx.Node, 
         return None
     step = Steps(sharder, node)
     asked = sharder.replicated(rows)
-    for dim, (wanted, size) in enumerate(zip(once, shape_of(rows), strict=True)):
-        if wanted is not size:
+    for dim, stride in enumerate(value_of(rows).stride()):
+        if stride == 0:
             asked = step(aten.narrow.default, asked, dim, 0, 1)
     flat = step(aten.reshape.default, step(aten.to.dtype, asked, torch.int64), [-1])
     dim, length, layout = place.dim, place.length, sharder.ranks.layout(place.length)
