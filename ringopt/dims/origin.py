@@ -24,6 +24,7 @@ from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import is_tensor, op_name, shape_of, tensor_args, value_of
 from ringopt.ir.notes import OF_PROGRAM, PARAMETER
 from ringopt.ir.placement import Sharded
+from ringopt.ir.symbolic_sizes import at_hand
 
 # Dim 1 has the features they make.
 FEATURES_SECOND = frozenset((*CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS, "convolution", "_convolution"))
@@ -83,11 +84,18 @@ def step(node: fx.Node, place: Sharded) -> tuple[Origin | None, list[tuple[fx.No
         return Origin("features", node, last), []
     if wanted is not None:
         return None, [(arg, at) for arg, at in zip(operands, wanted, strict=True) if at is not None]
-    # `cat` skips what has no entries, and puts a class token before patches.
-    many = (arg for arg in operands if len(shape_of(arg)) == rank and shape_of(arg)[place.dim] > 1)
-    if name in KEEPING and (first := next(many, None)) is not None:
-        return None, [(first, Sharded(place.dim, 1, shape_of(first)[place.dim], 1))]
+    if name in KEEPING and (main := kept_of(name, operands, rank, place.dim)) is not None:
+        return None, [(main, Sharded(place.dim, 1, shape_of(main)[place.dim], 1))]
     return Origin("unknown", node, last), []
+
+
+def kept_of(name: str, operands: list[fx.Node], rank: int, dim: int) -> fx.Node | None:
+    """The operand that says what the dim is: the first; of `cat`, which puts a few learned tokens before a sequence and
+    skips what has no entries, the longest. None where it has a single entry."""
+    alike = [x for x in operands if len(shape_of(x)) == rank]
+    if name == "cat":
+        alike.sort(key=lambda x: at_hand(shape_of(x)[dim]), reverse=True)
+    return alike[0] if alike and shape_of(alike[0])[dim] > 1 else None
 
 
 def is_row(origin: Origin) -> bool:

@@ -170,17 +170,18 @@ def test_keys_are_gathered_where_a_layer_makes_them_of_rows(name):
 
 
 class Patches(nn.Module):
-    """Patches of a picture behind a class token; the weights of all heads are mixed after the softmax."""
+    """Patches of a picture behind a class token and two registers; the weights of all heads are mixed after the
+    softmax."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.token, self.talk = nn.Parameter(torch.randn(1, 1, 12)), nn.Parameter(torch.randn(3, 3))
+        self.tokens, self.talk = nn.Parameter(torch.randn(1, 3, 12)), nn.Parameter(torch.randn(3, 3))
         self.embed, self.qkv = nn.Linear(12, 12), nn.Linear(12, 36)
 
     def forward(self, image):
         patches = image.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
-        x = torch.cat([self.token.expand(len(image), -1, -1), self.embed(patches)], 1)
+        x = torch.cat([self.tokens.expand(len(image), -1, -1), self.embed(patches)], 1)
         q, k, v = (t.unflatten(-1, (3, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         weights = torch.einsum("bhij,hg->bgij", (q @ k.mT).softmax(-1), self.talk)
         return (weights @ v).transpose(1, 2).flatten(2)
