@@ -9,8 +9,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ringopt.ops import operators as ops
 from ringopt.ops.traits import talks
 from ringopt.overlap.async_collectives import Budget
-from ringopt.overlap.collective_order import Lockstep
+from ringopt.overlap.collective_order import Lockstep, Split
 from ringopt.overlap.start_early import InOrder, inductor_settings
+from ringopt.torch_compat import inductor
+from ringopt.torch_compat.inductor_passes import CustomPartitionerFn
 
 
 def test_each_operator_waits_for_the_one_before():
@@ -22,7 +24,7 @@ def test_each_operator_waits_for_the_one_before():
     gm = make_fx(program, tracing_mode="fake")(torch.randn(4))
     settings = inductor_settings(gm, Budget())
     assert isinstance(settings["post_grad_custom_post_pass"], InOrder)
-    assert settings["reorder_for_peak_memory"] is False
+    assert isinstance(settings["custom_partitioner_fn"], Split) and settings["reorder_for_peak_memory"] is False
     first = next(node for node in gm.graph.nodes if talks(node))
     Lockstep()(gm.graph)
     gm.graph.lint()
@@ -32,3 +34,19 @@ def test_each_operator_waits_for_the_one_before():
 
 def test_a_graph_without_messages_is_left_to_inductor():
     assert inductor_settings(make_fx(lambda x: x.exp())(torch.randn(4)), Budget()) == {}
+
+
+class Theirs(CustomPartitionerFn):
+    def __call__(self, gm, joint_inputs, **how):
+        return "forward", "backward"
+
+    def uuid(self):
+        return "theirs"
+
+
+def test_a_partitioner_that_the_user_has_set_still_splits():
+    gm = make_fx(lambda x: ops.reduce_from_group(x, "pretend:0/2"), tracing_mode="fake")(torch.randn(4))
+    with inductor.patched(custom_partitioner_fn=Theirs()):
+        split = inductor_settings(gm, Budget())["custom_partitioner_fn"]
+    assert isinstance(split, Split) and split(gm, [], num_fwd_outputs=1) == ("forward", "backward")
+    assert "theirs" in split.uuid()

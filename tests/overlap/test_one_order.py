@@ -158,3 +158,15 @@ def test_what_a_backward_makes_of_saved_rows_is_made_there() -> None:
         found.append([posted(part.graph) for part in partitioned(made.graph)])
     assert found[0] == found[1]
     assert [names.count("fetch_rows") for names in found[0]] == [0, 2]
+
+
+def step_of_shifted() -> Any:
+    """The loss and the gradient of its input, of the program and of the ranks."""
+    program = Shifted().double()
+    shared = torch.compile(program, backend="ring", options={"inner_backend": "aot_eager", "timeout": 20})
+    return [values_and_gradients(lambda x, run=run: (run(x),), [data()]) for run in (program, shared)]
+
+
+def test_ranks_meet_in_such_a_backward(ranks: Any) -> None:
+    for expected, found in ranks(2, step_of_shifted):
+        assert not difference(expected, found)
