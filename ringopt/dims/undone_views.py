@@ -3,6 +3,7 @@
     v = x.transpose(0, 1);  v.mul_(2)   ->   x1 = transpose(v1, 0, 1)
     v = x[:, 1:];           v.mul_(2)   ->   x1 = slice_scatter(x, v1, 1, 1)
     v = x.type_as(y);       v.mul_(2)   ->   x1 = v1          of one dtype: v is x
+    v = z.real;             v.mul_(2)   ->   z1 = view_as_complex(select_scatter(view_as_real(z), v1, -1, 0))
 """
 
 from __future__ import annotations
@@ -33,11 +34,23 @@ def undone(view: fx.Node, base: fx.Node, latest: fx.Node, value: fx.Node) -> Und
     """An op and its arguments: `latest`, the value of `base`, with `value` where `view` looks. None where that is not
     known: for a view of other bytes, or of overlapping ones."""
     if value_of(view).dtype != value_of(base).dtype:
-        return None
+        return (PAIRS[op_name(view)], (value,)) if op_name(view) in PAIRS else None
     if lie_alike(value_of(view), value_of(base)):
         return aten.alias.default, (value,)
     rule = RULES.get(op_name(view))
     return rule(latest, value, view, shape_of(base)) if rule is not None else None
+
+
+def undone_in_pairs(view: fx.Node, base: fx.Node, latest: fx.Node, value: fx.Node) -> Undone | None:
+    """As `undone`, of a part of complex numbers, by their pairs of real numbers: `latest` and `value` are of one dim
+    more, but for a `value` of real or imaginary parts. torch has no gradient of `slice_scatter` for complex numbers."""
+    if op_name(view) in HALVES:
+        return aten.select_scatter.default, (latest, value, -1, HALVES[op_name(view)])
+    if op_name(view) not in ("slice", "select"):
+        return None
+    target, (_, _, *rest) = RULES[op_name(view)](latest, value, view, shape_of(base))
+    dim, *places = rest or (0,)
+    return target, (latest, value, dim % len(shape_of(base)), *places)
 
 
 def is_unchanged(view: fx.Node, base: fx.Node) -> bool:
@@ -77,13 +90,15 @@ def _diagonal(latest: fx.Node, value: fx.Node, view: fx.Node, shape: tuple[int, 
     return aten.diagonal_scatter.default, (latest, value, *(named(view, name) for name in ("offset", "dim1", "dim2")))
 
 
+PAIRS = {"view_as_real": aten.view_as_complex.default, "view_as_complex": aten.view_as_real.default}
+HALVES = {"real": 0, "imag": 1}
 PARTS = ("slice", "select", "diagonal", "linalg_diagonal")
 
 RULES: dict[str, Callable[[fx.Node, fx.Node, fx.Node, tuple[int, ...]], Undone]] = {
     "slice": lambda latest, value, view, shape: (aten.slice_scatter.default, (latest, value, *view.args[1:])),
     "select": lambda latest, value, view, shape: (aten.select_scatter.default, (latest, value, *view.args[1:])),
     **dict.fromkeys(("diagonal", "linalg_diagonal"), _diagonal),
-    **dict.fromkeys((*TRANSPOSES, "numpy_T", "mH", "matrix_H", "adjoint"), again),
+    **dict.fromkeys((*TRANSPOSES, "numpy_T", "mH", "matrix_H", "adjoint", "conj", "_conj", "_neg_view"), again),
     "permute": _unpermuted,
     "movedim": lambda latest, value, view, shape: (view.target, (value, view.args[2], view.args[1])),
     **dict.fromkeys(

@@ -17,7 +17,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.dims.op_families import SPLITS
-from ringopt.dims.undone_views import PARTS, is_unchanged, undone
+from ringopt.dims.undone_views import HALVES, PARTS, is_unchanged, undone, undone_in_pairs
 from ringopt.ir.autograd_function import GradientArguments, hands_gradient_on
 from ringopt.ir.memory import laying_out
 from ringopt.ir.nodes import (
@@ -275,15 +275,34 @@ class Functional:
     def paste(self, view: fx.Node, value: fx.Node, why: fx.Node) -> fx.Node:
         """The parent of `view` with `value` where the view looks."""
         parent = self.parents[view]
-        written = self.carries.get(self.latest(parent), True) or self.carries.get(value, True)
-        if op_name(view) in PARTS and value_of(parent).is_complex() and written:
-            raise Unwritable(
-                f"{why.target} writes to a part of complex numbers, through which no gradient is known", why
-            )
-        pasted = undone(view, parent, self.latest(parent), value)
+        latest = self.latest(parent)
+        written = self.carries.get(latest, True) or self.carries.get(value, True)
+        if value_of(parent).is_complex() and op_name(view) in ((*HALVES, *PARTS) if written else HALVES):
+            return self.paste_pairs(view, latest, value, why)
+        pasted = undone(view, parent, latest, value)
         if pasted is None:
             raise Unwritable(f"{why.target} writes through {view.target}, which is no view that can be undone", why)
         return self.emit(*pasted, {}, parent)
+
+    def paste_pairs(self, view: fx.Node, latest: fx.Node, value: fx.Node, why: fx.Node) -> fx.Node:
+        """As `paste`, of complex numbers as pairs of real ones."""
+        parent = self.parents[view]
+        pairs = self.pairs(latest)
+        pasted = undone_in_pairs(view, parent, pairs, self.pairs(value) if value_of(view).is_complex() else value)
+        if pasted is None:
+            raise Unwritable(
+                f"{why.target} writes to a part of complex numbers, through which no gradient is known", why
+            )
+        return self.emit(aten.view_as_complex.default, (self.emit(*pasted, {}, pairs),), {}, parent)
+
+    def pairs(self, x: fx.Node) -> fx.Node:
+        """Complex numbers `x` as pairs of real ones."""
+        if x.target is aten.view_as_complex.default:
+            return x.args[0]
+        there = self.emit(aten.resolve_conj.default, (x,), {}, x)
+        pairs = self.emit(aten.view_as_real.default, (there,), {}, x)
+        pairs.meta["val"] = value_of(x).new_empty((*shape_of(x), 2), dtype=value_of(x).dtype.to_real())
+        return pairs
 
     def copy_back(self) -> None:
         """Inputs that the program changes get their last value."""

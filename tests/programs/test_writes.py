@@ -198,3 +198,45 @@ def filled_diagonal(m, x):
 def test_integers_and_masks_written_in_place(step, p):
     # Of fill_diagonal_, torch itself fixes the size.
     assert_sharded(Model(step=step), p, graphs=3 if step is filled_diagonal else 2)
+
+
+def low_frequencies(q):
+    """As in a Fourier neural operator: some frequencies are made, one by one and all at once; the rest is zero."""
+    spectrum = torch.fft.rfft(q, dim=-1)
+    kept = torch.zeros_like(spectrum)
+    kept.select(-1, 0).copy_(spectrum[..., 1].conj() * (1 + 2j))
+    kept[..., -2:] = spectrum[..., :2] * 1j
+    kept[..., 1:].mul_(2 - 1j)
+    return torch.fft.irfft(kept, n=q.shape[-1], dim=-1)
+
+
+def halves_of_complex(q):
+    spectrum = torch.fft.rfft(q, dim=-1)
+    spectrum.real[..., 1:] = q[..., 2:]
+    spectrum.imag.mul_(2)
+    return torch.fft.irfft(spectrum, n=q.shape[-1], dim=-1)
+
+
+def pairs_and_numbers(q):
+    """Rotations in place: complex numbers in the memory of real ones, and real ones in that of complex ones."""
+    q = q * 1
+    numbers = torch.view_as_complex(q.unflatten(-1, (-1, 2)))
+    numbers[..., 1] *= torch.polar(torch.ones(q.shape[2]), torch.arange(q.shape[2]) / 9).to(numbers)
+    torch.view_as_real(numbers)[..., 0].mul_(3)
+    return q
+
+
+def conjugated(q):
+    spectrum = torch.fft.rfft(q, dim=-1)
+    spectrum.conj()[..., 1:] *= 2 + 1j
+    return torch.fft.irfft(spectrum, n=q.shape[-1], dim=-1)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("p", (2, 3))
+@pytest.mark.parametrize(
+    "on_query", (low_frequencies, halves_of_complex, pairs_and_numbers, conjugated), ids=lambda f: f.__name__
+)
+def test_parts_of_complex_numbers_are_written(on_query, p):
+    # Of a view that is conjugated, torch itself fixes the size.
+    assert_sharded(Model(on_query), p, graphs=3 if on_query is conjugated else 2)

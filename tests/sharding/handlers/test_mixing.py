@@ -73,6 +73,14 @@ def spectrum(q, k, v):
     return torch.fft.fft2(k).real / 9 + torch.fft.irfft2(made * made.abs(), s=q.shape[1:], dim=(1, 2), norm="ortho")
 
 
+def operator(q, k, v):
+    """Fourier neural operator (Li et al. 2021), FEDformer (Zhou et al. 2022): products with a few frequencies."""
+    made = torch.fft.rfft(v, dim=1)
+    kept = torch.zeros_like(made)
+    kept[:, :3] = torch.einsum("bsi,sio->bso", made[:, :3], torch.ones(3, WIDTH, WIDTH).to(made) / (3 + 1j))
+    return q * torch.fft.irfft(kept, v.shape[1], dim=1) + k
+
+
 MIXED = {
     "a state of all tokens": state,
     "channels that attend to channels": lambda q, k, v: ((q.mT @ k).softmax(-1) @ v.mT).mT,
@@ -81,6 +89,7 @@ MIXED = {
     "minGRU": min_gru,
     "a long convolution": long_convolution,
     "transforms of both dims": spectrum,
+    "a few frequencies": operator,
     "behind a short convolution": convolved,
     "products of decays": lambda q, k, v: torch.sigmoid(k).cumprod(1) * v + q,
 }
@@ -94,12 +103,12 @@ def test_tokens_stay_on_shards(name, p):
     assert any("tokens are sharded along the dim of" in note for note in verdict.report.notes)
 
 
-@pytest.mark.parametrize("mix", [min_gru, state, spectrum])
+@pytest.mark.parametrize("mix", [min_gru, state, spectrum, operator])
 def test_lengths_that_are_open(mix):
     calls = [(given(rows),) for rows in (20, 13, 4)]
     reports = run_over(Layers(mix), calls, 3, dynamic=True).reports
     # (Beside batched products, fewer than two tokens a rank are compiled for themselves.)
-    assert [report.sharded_fraction for report in reports] == [1.0] * (2 if mix is state else 1)
+    assert [report.sharded_fraction for report in reports] == [1.0] * (2 if mix in (state, operator) else 1)
 
 
 class Residual(nn.Module):
