@@ -301,6 +301,7 @@ def traced(gm: fx.GraphModule, cut: Cut, mode: RealStrides) -> fx.Graph:
         values = [empty_like(fake_value(x)) for x in cut.given]
     try:
         flat = flattened(fx.GraphModule(gm, cut.graph), values, {cut.given.index(x) for x in cut.written}, mode)
+        numbers_by_value(flat, cut)
         views_by_value(flat.graph)
         ExplicitDetach(flat.graph).rewrite()
         explicit_casts(flat)
@@ -316,6 +317,21 @@ def traced(gm: fx.GraphModule, cut: Cut, mode: RealStrides) -> fx.Graph:
         raise refused(cut.members[0], "a tensor is written in a way that is not known here")
     eliminate_dead_code(flat.graph)
     return flat.graph
+
+
+def numbers_by_value(flat: fx.GraphModule, cut: Cut) -> None:
+    """Numbers that the graph holds as tensors (the 1 of `mask[rows] = 1`) are made in it. Raises GraphRefused for
+    tensors of more than one."""
+    for node in flat.graph.find_nodes(op="get_attr"):
+        held = getattr(flat, node.target)
+        if held.numel() != 1:
+            raise refused(cut.members[0], f"what is made of it reads {held.numel()} numbers that are in the program")
+        with flat.graph.inserting_before(node):
+            how = {"dtype": held.dtype, "device": held.device}
+            made = flat.graph.call_function(torch.ops.aten.full.default, (list(held.shape), held.item()), how)
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
+        flat.graph.erase_node(node)
 
 
 def empty_like(x: Tensor) -> Tensor:

@@ -102,6 +102,15 @@ def columns_of_numbers(m, x, weights, chosen):
     return out.index_add(0, row, m.experts[2](x[row]) * weights[row, nth, None])
 
 
+def numbers_are_set(m, x, weights, chosen):
+    """Experts as a mask (top-p routing of TimeFilter): what is set is a number of the program, in a tensor."""
+    mask = torch.zeros(x.shape[0], EXPERTS, dtype=torch.bool)
+    row, nth = (weights > 0.3).nonzero(as_tuple=True)
+    mask[row, chosen[row, nth]] = True
+    made = torch.stack([expert(x) for expert in m.experts], 1)
+    return (made * mask.unsqueeze(-1)).sum(1)
+
+
 def batch(rows=ROWS):
     return torch.randn(2, rows, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
 
@@ -112,7 +121,7 @@ def batch(rows=ROWS):
     "go",
     [
         *(written_in_place, masks_by_expert, boolean_masks, masks_of_sequences, in_pieces, pieces_put_back),
-        columns_of_numbers,
+        *(columns_of_numbers, numbers_are_set),
     ],
 )
 def test_each_rank_works_on_its_own_tokens(go, p, layout):
