@@ -2,10 +2,12 @@
 
     assert lengths.max().item() <= n      ->      outputs + [lengths.max() <= n]     # and held after the call
     assert mask.any()                     ->      outputs + [mask.any()]
+    torch.arange(lengths.max())           ->      torch.arange(n), outputs + [lengths.max() == n]
 
 Passes keep what outputs are made of, and drop assertions: so the conditions become outputs, of which every rank has the
 whole, and a call raises where one of them does not hold, on all ranks alike. A number that is read for an assertion
-alone is compared as the tensor it is an element of, so that no trace has to know it.
+alone is compared as the tensor it is an element of, so that no trace has to know it. (How many numbers `arange` gives
+is known where the rest of the program needs as many: Dynamo asserts it.)
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ringopt.frontend.data_sizes.fake_values import OPEN, fake_value
+from ringopt.frontend.data_sizes.fake_values import OPEN, fake_value, is_unknown
 from ringopt.ir.nodes import origin
+from ringopt.ir.symbolic_sizes import plain, same
 from ringopt.torch_compat.dynamo import COMPARISONS
 from ringopt.torch_compat.operators import ASSERT_SCALAR, ASSERT_TENSOR
 
@@ -31,7 +34,8 @@ UNNAMED = "an assertion of the program"
 def take_assertions(gm: fx.GraphModule) -> tuple[str, ...]:
     """The words of those in Dynamo's graph, whose conditions are its last outputs from here on. Those that sizes decide
     stay where they are."""
-    held = [found for node in list(gm.graph.nodes) if (found := taken(node)) is not None]
+    nodes = list(gm.graph.nodes)
+    held = [found for node in nodes if (found := taken(node) or number_taken(node)) is not None]
     if held:
         output = gm.graph.output_node()
         output.args = ((*output.args[0], *(condition for condition, _ in held)),)
@@ -54,6 +58,44 @@ def taken(node: fx.Node) -> tuple[fx.Node, str] | None:
     kept.meta.update(origin(node), example_value=fake_value(condition).clone())
     node.graph.erase_node(node)
     return kept, node.args[1] if len(node.args) > 1 else UNNAMED
+
+
+def number_taken(node: fx.Node) -> tuple[fx.Node, str] | None:
+    """Of a number that is read from a tensor, where the rest of the program needs one that is known (its mask has to be
+    as long as the sequence): that it is this one, which takes its place."""
+    counts = node.target is torch.arange and node.args[:-1] in ((), (0,))
+    tensor = node.args[-1] if counts else node.args[0] if node.target == "item" else None
+    value = fake_value(tensor) if isinstance(tensor, fx.Node) else None
+    if not isinstance(value, torch.Tensor) or not integral(value.dtype):
+        return None
+    number = number_at_hand(fake_value(node).shape[0] if counts else fake_value(node), node.graph)
+    if number is None or (counts and number == 0):  # of 0, the end may be any number below
+        return None
+    words = f"{tensor} is not {number}, of which the program needs as many"
+    with node.graph.inserting_before(node):
+        condition = node.graph.call_function(operator.eq, (tensor, number))
+    known = fake_value(number) if isinstance(number, fx.Node) else number
+    condition.meta.update(origin(node), example_value=value == known)
+    if counts:
+        node.args = (number,)
+    for user in [] if counts else list(node.users):
+        user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda x: number if x is node else x)
+    return condition, words
+
+
+def number_at_hand(number: Any, graph: fx.Graph) -> int | fx.Node | None:
+    """A number as it is, or the input that has it."""
+    if isinstance(plain(number), int):
+        return int(number)
+    if not isinstance(number, torch.SymInt) or is_unknown(number):
+        return None
+    sizes = [x for x in graph.find_nodes(op="placeholder") if isinstance(fake_value(x), torch.SymInt)]
+    return next((x for x in sizes if same(fake_value(x), number)), None)
+
+
+def integral(dtype: torch.dtype) -> bool:
+    """Of integers."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def as_tensor(number: Any, before: fx.Node) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -75,6 +77,53 @@ def test_a_number_that_is_read_otherwise_ends_the_graph_as_ever(ranks: Any) -> N
     """Behind the break its attention is on shards, where the sizes of a trace that knew no number would be unknown."""
     for error, found, _ in ranks(2, on_rank, True):
         assert error < 1e-10 and found[-1] == (1.0, 1)
+
+
+def longest_itself(lengths: Tensor) -> Tensor:
+    return torch.arange(lengths.max())
+
+
+def longest_from_zero(lengths: Tensor) -> Tensor:
+    return torch.arange(0, lengths.max())
+
+
+def longest_as_a_number(lengths: Tensor) -> Tensor:
+    """WeNet's and ESPnet's `make_pad_mask`."""
+    longest = lengths.max().item()
+    return torch.arange(0, longest, dtype=torch.int64).unsqueeze(0).expand(lengths.shape[0], longest)
+
+
+class PaddedTo(nn.Module):
+    """Attention over keys that are no padding; the mask is as long as the longest row."""
+
+    def __init__(self, places: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.places = nn.Linear(D, 3 * D), places
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        kept = self.places(lengths) < lengths[:, None]
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x * kept[..., None]).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, kept[:, None, None]).transpose(1, 2).flatten(2)
+
+
+def padded_on_rank(places: Callable[[Tensor], Tensor]) -> tuple[list[float], list[float], list[str]]:
+    torch._dynamo.reset()
+    model, before = PaddedTo(places).double(), len(ringopt.reports())
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
+    rows = [{"x": torch.randn(2, n, D, dtype=torch.float64), "lengths": torch.tensor([n - 4, n])} for n in (13, 9, 11)]
+    errors = [difference(run(compiled, model, given), run(model, model, given)) for given in rows]
+    shares = [report.sharded_fraction for report in ringopt.reports()[before:]]
+    shorter = {**rows[2], "lengths": torch.tensor([5, 10])}
+    return errors, shares, [raised(compiled, shorter), raised(model, shorter)]
+
+
+@pytest.mark.parametrize("places", [longest_itself, longest_from_zero, longest_as_a_number], ids=lambda f: f.__name__)
+def test_a_number_that_sizes_have_to_be_is_that_size(ranks: Any, places: Callable[[Tensor], Tensor]) -> None:
+    """The second graph is of any length. Where the longest row is shorter than the sequence, eager raises too."""
+    for errors, shares, (here, eager) in ranks(2, padded_on_rank, places):
+        assert max(errors) < 1e-10 and shares == [1.0, 1.0]
+        assert "of which the program needs as many" in here and "must match" in eager
 
 
 def softened(x: Tensor) -> Tensor:
