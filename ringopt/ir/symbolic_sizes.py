@@ -209,13 +209,14 @@ class Written:
 
     def __init__(self, graph: fx.Graph):
         self.graph, self.inputs = graph, graph.find_nodes(op="placeholder")
+        self.tracer = fx.proxy.GraphAppendingTracer(graph)  # one, for torch.sym_max asks that there be no other
         self.symbols: dict[sympy.Symbol, fx.Proxy] = {}
         self.made: dict[Any, Any] = {}
 
     def of(self, formula: sympy.Basic) -> Any:
         if formula not in self.made:
             for symbol in sorted(formula.free_symbols - self.symbols.keys(), key=str):
-                self.symbols[symbol] = fx.Proxy(source_of(symbol, self.graph, self.inputs))
+                self.symbols[symbol] = fx.Proxy(source_of(symbol, self.graph, self.inputs), self.tracer)
             found = computed(formula, self.symbols)
             self.made[formula] = found.node if isinstance(found, fx.Proxy) else found
         return self.made[formula]

@@ -22,6 +22,16 @@ def test_an_input_that_is_read_before_the_next_one():
     assert torch.equal(gm(torch.ones(2), torch.ones(4)), torch.ones(4))
 
 
+def test_the_larger_of_the_sizes_of_two_inputs():
+    gm = make_fx(lambda x, y: x.new_zeros(torch.sym_max(x.shape[0], y.shape[0])), tracing_mode="symbolic")(
+        torch.ones(3), torch.ones(5)
+    )
+    into_arguments(gm.graph)
+    into_nodes(gm.graph)
+    gm.recompile()
+    assert [len(gm(torch.ones(n), torch.ones(m))) for n, m in ((2, 4), (7, 4))] == [4, 7]
+
+
 def test_what_divides_for_every_length():
     """Columns of a picture with half as many rows as another: 4 of each row, of whole rows."""
     found = {}
