@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringopt.frontend import flex
+from ringopt.frontend.fused_attention import kernel_taken_apart
 from ringopt.frontend.fused_layers import DECOMPOSED, is_whole_layer
 from ringopt.frontend.one_node import (
     fixed_sizes,
@@ -135,6 +136,8 @@ class Flatten(fx.Interpreter):
             return args[0] if args else kwargs["input"]
         if is_whole_layer(target, kwargs, args):
             return DECOMPOSED[target](*args, **kwargs)
+        if (results := kernel_taken_apart(self.running, args, kwargs)) is not None:
+            return results
         if is_inline(target):
             return self.run_inline(target.name(), args, kwargs)
         if flex.is_flex(target):
