@@ -14,7 +14,9 @@ query heads, as the repetition did.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch.fx as fx
 
@@ -24,10 +26,11 @@ from ringopt.expr.terms import Term
 from ringopt.ir.constants import LARGEST, Constants
 from ringopt.ir.nodes import shape_of
 from ringopt.ir.refusal import Refusal
-from ringopt.ir.symbolic_sizes import same
+from ringopt.ir.symbolic_sizes import is_open, same
 from ringopt.ops import operators
 from ringopt.recognize.lift import Cone, coordinates
 from ringopt.rewrite import Facts, Rewrite
+from ringopt.torch_compat.symbolic_shapes import GuardAsked, without_guards
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,19 @@ class StripRepeatKv(Rewrite[fx.Node, Repeated]):
 
 
 def unrepeated(operand: fx.Node, constants: Constants) -> fx.Node | None:
-    """The [B, Hkv, S, D] node whose heads `operand` [B, H, S, D] repeats, each H / Hkv times in a row; None without."""
+    """The [B, Hkv, S, D] node whose heads `operand` [B, H, S, D] repeats, each H / Hkv times in a row; None without,
+    and where an open size would have to be a number to tell."""
+    sizes: Iterable[Any] = filter(is_open, shape_of(operand))
+    shape_env = next((size.node.shape_env for size in sizes), None)
+    try:
+        with without_guards(shape_env) if shape_env is not None else nullcontext():
+            return climbed(operand, constants)
+    except GuardAsked:
+        return None
+
+
+def climbed(operand: fx.Node, constants: Constants) -> fx.Node | None:
+    """The same. Raises GuardAsked."""
     shape = shape_of(operand)
     cone = Cone(constants, dict(zip("bhsd", shape, strict=True)))
     node, index = operand, cone.index(shape, "bhsd")

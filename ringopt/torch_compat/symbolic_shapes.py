@@ -126,11 +126,14 @@ def without_guards(shape_env: ShapeEnv) -> Iterator[None]:
     def refuse(expr: Any, value: Any) -> None:
         raise GuardAsked(f"{expr} is {value}")
 
+    around = vars(shape_env).get("_check_frozen")
     shape_env._check_frozen = refuse
     try:
         yield
     finally:
         del shape_env._check_frozen
+        if around is not None:
+            shape_env._check_frozen = around
 
 
 def asserted_size(size: torch.SymInt) -> int | None:

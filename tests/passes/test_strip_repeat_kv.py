@@ -12,6 +12,7 @@ from ringopt.passes.find_attention import FindAttention
 from ringopt.passes.normalize import Normalize
 from ringopt.passes.strip_repeat_kv import StripRepeatKv
 from tests.harness.capturing import after
+from tests.harness.lengths import run_over
 
 B, HEADS, KV, S, D = 2, 6, 2, 5, 8
 GROUPS = HEADS // KV
@@ -121,3 +122,26 @@ def test_of_a_longer_cache_the_rows_are_no_others():
     (site,) = context.sites
     assert shape_of(site.args[1])[2] == S
     torch.testing.assert_close(gm(*gm.meta["inputs"])[0], attention(*given))
+
+
+class OfAnyLength(nn.Module):
+    """Repeated heads, and keys in another order, which nothing repeats."""
+
+    def __init__(self, of_k):
+        super().__init__()
+        torch.manual_seed(0)
+        self.of_k, self.qkv = of_k, nn.Linear(D, (HEADS + 2 * KV) * D)
+        self.double()
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (-1, D)).transpose(1, 2).split((HEADS, KV, KV), 1)
+        return F.scaled_dot_product_attention(q, self.of_k(repeat_interleave(k)), repeat_interleave(v))
+
+
+@pytest.mark.parametrize("of_k, stripped", [(lambda k: k, True), (lambda k: k.flip(2), False)])
+def test_no_length_is_fixed_to_find_that_nothing_is_repeated(of_k, stripped):
+    calls = [(torch.randn(B, rows, D, dtype=torch.float64),) for rows in (13, 9, 11)]
+    reports = run_over(OfAnyLength(of_k), calls, 2).reports
+    assert len(reports) == 2  # for the first length, and for any
+    notes = [note for report in reports for site in report.sites for note in site.notes]
+    assert any("which travel" in note for note in notes) == stripped

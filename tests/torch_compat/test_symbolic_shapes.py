@@ -53,6 +53,10 @@ def test_a_decision_is_refused_before_anything_is_noted() -> None:
             ask()
     with without_guards(env):
         assert size * 2 >= size  # of any number
+        with pytest.raises(GuardAsked), without_guards(env):  # within another
+            int(size)
+        with pytest.raises(GuardAsked):
+            int(size)
     assert not env.guards and not env.replacements and size.node.expr.is_Symbol
     assert size > 5 and len(env.guards) == 1
 
