@@ -8,7 +8,7 @@ from ringopt.frontend.data_sizes.traced_again import teach_sizes
 from ringopt.frontend.higher_order.associative_scan import teach_associative_scan
 from ringopt.frontend.libraries.teach import teach_libraries
 from ringopt.frontend.libraries.torch_nn import teach
-from ringopt.torch_compat.dynamo_logging import log_while_tracing
+from ringopt.torch_compat.dynamo_logging import log_while_tracing, warn_while_tracing
 from ringopt.torch_compat.dynamo_random import know_what_no_draw_reaches
 
 
@@ -20,4 +20,5 @@ def teach_dynamo() -> None:
     teach_libraries()
     teach_sizes()
     log_while_tracing()
+    warn_while_tracing()
     know_what_no_draw_reaches()

@@ -1,15 +1,17 @@
-"""Messages of a program to a logger while Dynamo traces it."""
+"""Messages of a program to a logger, and its warnings, while Dynamo traces it."""
 
 from __future__ import annotations
 
+import warnings
 from functools import cache, wraps
 from typing import Any
 
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.functions import SkipFunctionVariable
 from torch._dynamo.variables.misc import LoggingLoggerVariable
 
-__all__ = ["log_while_tracing"]
+__all__ = ["log_while_tracing", "warn_while_tracing"]
 
 # Of the standard library, and those that transformers adds.
 MESSAGES = frozenset(
@@ -41,3 +43,34 @@ def log_while_tracing() -> None:
         return original(self, tx, name, args, kwargs)
 
     LoggingLoggerVariable.call_method = call_method  # type: ignore[method-assign]
+
+
+@cache
+def warn_while_tracing() -> None:
+    """The same of `warnings.warn`: Python shows a warning once for its line, and some programs warn on one rank only.
+    One that a filter makes an error is left to Dynamo."""
+    original = SkipFunctionVariable.call_function
+
+    @wraps(original)
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value is not warnings.warn or tx.export:
+            return original(self, tx, args, kwargs)
+        try:
+            given = [arg.as_python_constant() for arg in args]
+            named = {key: arg.as_python_constant() for key, arg in kwargs.items()}
+            warn_from(tx, *given, **named)
+        except (NotImplementedError, Unsupported, Warning, TypeError):
+            return original(self, tx, args, kwargs)
+        return ConstantVariable.create(None)
+
+    SkipFunctionVariable.call_function = call_function  # type: ignore[method-assign]
+
+
+def warn_from(
+    tx: Any, message: str, category: type[Warning] = UserWarning, stacklevel: int = 1, source: Any = None
+) -> None:
+    """`warnings.warn` in the frame that `tx` traces, or one of its callers that it traces too."""
+    for _ in range(stacklevel - 1):
+        tx = getattr(tx, "parent", None) or tx
+    registry = tx.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, category, tx.f_code.co_filename, tx.lineno, registry=registry, source=source)
