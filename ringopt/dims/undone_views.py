@@ -98,7 +98,7 @@ RULES: dict[str, Callable[[fx.Node, fx.Node, fx.Node, tuple[int, ...]], Undone]]
     "slice": lambda latest, value, view, shape: (aten.slice_scatter.default, (latest, value, *view.args[1:])),
     "select": lambda latest, value, view, shape: (aten.select_scatter.default, (latest, value, *view.args[1:])),
     **dict.fromkeys(("diagonal", "linalg_diagonal"), _diagonal),
-    **dict.fromkeys((*TRANSPOSES, "numpy_T", "mH", "matrix_H", "adjoint", "conj", "_conj", "_neg_view"), again),
+    **dict.fromkeys((*TRANSPOSES, "numpy_T", "mH", "matrix_H", "adjoint", "_conj"), again),
     "permute": _unpermuted,
     "movedim": lambda latest, value, view, shape: (view.target, (value, view.args[2], view.args[1])),
     **dict.fromkeys(

@@ -31,8 +31,7 @@ def log_while_tracing() -> None:
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         if not tx.export and name in MESSAGES:
             try:
-                words = [arg.as_python_constant() for arg in args]
-                named = {key: arg.as_python_constant() for key, arg in kwargs.items()}
+                words, named = values_of(args, kwargs)
             except (NotImplementedError, Unsupported):
                 return original(self, tx, name, args, kwargs)
             message = self.value.name, name, repr(words), repr(named)
@@ -56,14 +55,18 @@ def warn_while_tracing() -> None:
         if self.value is not warnings.warn or tx.export:
             return original(self, tx, args, kwargs)
         try:
-            given = [arg.as_python_constant() for arg in args]
-            named = {key: arg.as_python_constant() for key, arg in kwargs.items()}
-            warn_from(tx, *given, **named)
+            words, named = values_of(args, kwargs)
+            warn_from(tx, *words, **named)
         except (NotImplementedError, Unsupported, Warning, TypeError):
             return original(self, tx, args, kwargs)
         return ConstantVariable.create(None)
 
     SkipFunctionVariable.call_function = call_function  # type: ignore[method-assign]
+
+
+def values_of(args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+    """What Dynamo knows the arguments of a call to be. Raises NotImplementedError or Unsupported where it does not."""
+    return [arg.as_python_constant() for arg in args], {key: arg.as_python_constant() for key, arg in kwargs.items()}
 
 
 def warn_from(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ringopt.expr.terms import INTEGERS
 from ringopt.frontend.data_sizes.fake_values import OPEN, fake_value, is_unknown
 from ringopt.ir.nodes import origin
 from ringopt.ir.symbolic_sizes import plain, same
@@ -66,7 +67,7 @@ def number_taken(node: fx.Node) -> tuple[fx.Node, str] | None:
     counts = node.target is torch.arange and node.args[:-1] in ((), (0,))
     tensor = node.args[-1] if counts else node.args[0] if node.target == "item" else None
     value = fake_value(tensor) if isinstance(tensor, fx.Node) else None
-    if not isinstance(value, torch.Tensor) or not integral(value.dtype):
+    if not isinstance(value, torch.Tensor) or value.dtype not in INTEGERS:
         return None
     number = number_at_hand(fake_value(node).shape[0] if counts else fake_value(node), node.graph)
     if number is None or (counts and number == 0):  # of 0, the end may be any number below
@@ -91,11 +92,6 @@ def number_at_hand(number: Any, graph: fx.Graph) -> int | fx.Node | None:
         return None
     sizes = [x for x in graph.find_nodes(op="placeholder") if isinstance(fake_value(x), torch.SymInt)]
     return next((x for x in sizes if same(fake_value(x), number)), None)
-
-
-def integral(dtype: torch.dtype) -> bool:
-    """Of integers."""
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def as_tensor(number: Any, before: fx.Node) -> Any:
