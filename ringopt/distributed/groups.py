@@ -22,6 +22,8 @@ from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+SLACK = 0.02  # seconds: gloo waits for whole milliseconds, and a wait that ends early is a rank that has ended
+
 # World -> ranks -> names of the program's groups of these ranks, in order of first use.
 _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], list[str]]] = WeakKeyDictionary()
 
@@ -126,7 +128,7 @@ def await_all(ranks: Sequence[int], meeting: str, timeout: float) -> None:
                 raise ended[0]
             for rank, message in started:
                 with _ends(rank, end):
-                    message.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
+                    message.wait(timedelta(seconds=max(end - time.monotonic(), 0.0) + SLACK))
         except RuntimeError:
             _posted.append(started)
             raise

@@ -6,15 +6,17 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ringopt.distributed import standing
-from ringopt.distributed.groups import met_group
+from ringopt.distributed import groups, standing
+from ringopt.distributed.groups import Ended, await_all, met_group
 from ringopt.distributed.lookup import DEFAULT_TIMEOUT, process_mesh
 from ringopt.distributed.standing import MOST, Call, Recent, differences, differences_of_calls
 from ringopt.errors import RingCommError
@@ -170,6 +172,26 @@ def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
     from tests.harness.pool import POOL
 
     POOL.kill()  # the ranks have made unequally many groups
+
+
+def test_a_wait_that_gloo_cuts_to_milliseconds_is_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended before the time was over, which stood for a process that has ended."""
+
+    class Waiting:
+        now = 0.0
+
+        def wait(self, timeout: timedelta) -> None:
+            Waiting.now += timeout // timedelta(milliseconds=1) / 1000
+            raise RuntimeError("Timed out")
+
+    for post in ("isend", "irecv"):
+        monkeypatch.setattr(groups.dist, post, lambda *_, **__: Waiting())
+    monkeypatch.setattr(groups.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(groups, "has_gloo", lambda: True)
+    monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: Waiting.now))
+    with pytest.raises(RuntimeError, match="Timed out") as raised:
+        await_all((0, 1), "cut", 0.1009)
+    assert not isinstance(raised.value, Ended)
 
 
 def ended_before_the_group(late: float) -> tuple[str, float]:
