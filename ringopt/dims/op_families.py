@@ -41,7 +41,13 @@ ELEMENTWISE = frozenset(
 MATRIX_PRODUCTS = ("matmul", "mm", "bmm")
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 TRANSPOSED_CONVOLUTIONS = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+POOLS = ("avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d")  # by windows
 TRANSFORMS = ("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft")  # along one dim
 RUNNING = ("cumprod", "logcumsumexp")  # as cumsum, which has rules of its own
 SAFE_SOFTMAXES = ("_safe_softmax",)  # rows that are hidden whole are zeros, not NaN
 SOFTMAXES = ("softmax", "_softmax", *SAFE_SOFTMAXES)
+
+
+def moving_dims(name: str) -> int:
+    """In how many dims, the last ones, the windows of a pooling move: 2 of "avg_pool2d"."""
+    return int(name[-2])

@@ -18,7 +18,7 @@ from math import inf
 import torch
 import torch.fx as fx
 
-from ringopt.dims.op_families import CONVOLUTIONS
+from ringopt.dims.op_families import CONVOLUTIONS, POOLS, moving_dims
 from ringopt.ir.nodes import is_tensor, named, op_name, shape_of, value_of
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import is_open
@@ -26,7 +26,7 @@ from ringopt.ops import operators
 from ringopt.ops.fetch_rows import Wanted, window_rows
 from ringopt.sharding.emit import Handler, Steps, enough_rows, sequence_at, wide_dtype
 from ringopt.sharding.handlers.conv_padding import CONVOLUTION_OF, sizes, unpadded, zeros_around
-from ringopt.sharding.handlers.sums import pooled_to_one
+from ringopt.sharding.handlers.sums import over_channels, pooled_to_one
 from ringopt.sharding.seen_rows import seen_rows
 from ringopt.sharding.sharder import Sharder
 
@@ -36,13 +36,13 @@ AVERAGE_OF = {1: aten.avg_pool1d.default, 2: aten.avg_pool2d.default, 3: aten.av
 
 
 def convolution(sharder: Sharder, node: fx.Node) -> bool:
-    """conv1d, conv2d and conv3d, with the sequence along one of the dims the kernel moves in."""
+    """conv1d, conv2d and conv3d, with the sequence along one of the dims the kernel moves in, or along its channels."""
     weight, bias = (named(node, name) for name in ("weight", "bias"))
     moving = len(shape_of(weight)) - 2
     place = sharder.placements[node.args[0]]
     at = place.dim - (len(shape_of(node)) - moving) if place is not None else -1
     if place is None or at < 0:
-        return False
+        return over_channels(sharder, node)
     x, zeros = unpadded(sharder, node.args[0], place.dim)
     place, around = sharder.placements[x] or place, zeros_around(node, moving)
     stride, dilation = (sizes(named(node, name), moving) for name in ("stride", "dilation"))
@@ -94,26 +94,40 @@ def of_open_length(
 
 def pooling(sharder: Sharder, node: fx.Node) -> bool:
     """avg_pool and max_pool, with the sequence along one of the dims the windows move in. Rows outside it are as zeros
-    to an average, which must count them, and as -inf to a maximum."""
-    moving, maximum = int(op_name(node)[-2]), op_name(node).startswith("max")
+    to an average, and as -inf to a maximum; an average that counts no zeros around is divided by what it counts."""
+    moving, maximum = moving_dims(op_name(node)), op_name(node).startswith("max")
     place = sharder.placements[node.args[0]]
     at = place.dim - (len(shape_of(node)) - moving) if place is not None else -1
     if place is None or at < 0:
         return False
     kernel, padding = (sizes(named(node, name), moving) for name in ("kernel_size", "padding"))
     stride = sizes(named(node, "stride") or kernel, moving)
-    counted = not padding[at] or named(node, "count_include_pad") if not maximum else True
-    if not counted or (named(node, "ceil_mode") and not maximum) or (maximum and not _is_floating(node)):
+    if (named(node, "ceil_mode") and not maximum) or (maximum and not _is_floating(node)):
         return False
     dilation = sizes(named(node, "dilation"), moving) if maximum else [1] * moving
     wanted = seen_by(node, place.dim, stride[at], -padding[at], dilation[at] * (kernel[at] - 1) + 1)
     other_padding = [0 if i == at else size for i, size in enumerate(padding)]
-    rest = [dilation, *node.args[5:]] if maximum else node.args[4:]
+    rest = [dilation, *node.args[5:]] if maximum else [False, True, *node.args[6:]]
 
     def local(step: Steps, piece: fx.Node, out: Sharded) -> fx.Node:
         return step(node.target, piece, kernel, stride, other_padding, *rest, placement=out)
 
-    return by_chunks(sharder, node, node.args[0], wanted, local, outside=-inf if maximum else None)
+    done = by_chunks(sharder, node, node.args[0], wanted, local, outside=-inf if maximum else None)
+    if done and not maximum and any(padding) and not named(node, "count_include_pad") and not any(node.args[6:]):
+        return _counted(sharder, node, (kernel, stride, padding))
+    return done
+
+
+def _counted(sharder: Sharder, node: fx.Node, windows: tuple[list[int], ...]) -> bool:
+    """Divides averages that count zeros around by the part of each window that is inside."""
+    step, place, value = Steps(sharder, node), sharder.placements[node], value_of(node)
+    assert place is not None
+    inside = shape_of(node.args[0])[-len(windows[0]) :]
+    ones = step(aten.ones.default, [1, 1, *inside], dtype=value.dtype, device=value.device)
+    batched = [1] * (len(shape_of(node)) - len(inside))
+    part = step(aten.reshape.default, step(node.target, ones, *windows), [*batched, *shape_of(node)[-len(inside) :]])
+    mine = step.cut(part, place)
+    return step.done(step(aten.div.Tensor, sharder.values[node], mine, placement=place), place)
 
 
 def _is_floating(node: fx.Node) -> bool:
@@ -124,7 +138,7 @@ def adaptive_pooling(sharder: Sharder, node: fx.Node) -> bool:
     """adaptive_avg_pool to one row, or to sizes that divide what is there: windows of one size."""
     if pooled_to_one(sharder, node):
         return True
-    moving, place = int(op_name(node)[-2]), sharder.placements[node.args[0]]
+    moving, place = moving_dims(op_name(node)), sharder.placements[node.args[0]]
     before, after = (shape_of(x)[-moving:] for x in (node.args[0], node))
     if place is None or place.dim < len(shape_of(node)) - moving or any(map(is_open, (*before, *after))):
         return False
@@ -231,7 +245,7 @@ def cumsum(sharder: Sharder, node: fx.Node) -> bool:
 
 NEIGHBOURS: dict[str, Handler] = {
     **dict.fromkeys(CONVOLUTIONS, convolution),
-    **{f"{kind}_pool{moving}d": pooling for kind in ("avg", "max") for moving in AVERAGE_OF},
+    **dict.fromkeys(POOLS, pooling),
     **{f"adaptive_avg_pool{moving}d": adaptive_pooling for moving in AVERAGE_OF},
     "im2col": im2col,
     "unfold": unfold,

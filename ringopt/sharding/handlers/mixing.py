@@ -7,20 +7,29 @@
 Prefix sums (linear attention as a cumsum, minGRU in logarithms) and Fourier transforms (long convolutions, state spaces
 as kernels, FNet) say which dim is the sequence. How they are computed on shards their handlers say (halo.py,
 by_columns.py). So do batched products that sum over rows of an input (linear attention without a mask, attention among
-channels): the input is cut. Where there are none of these, convolutions, windows and layers over tokens (MLP-Mixer) say
-it: an input is cut along the longest dim in which they move, the rows of a picture.
+channels): the input is cut. Where there are none of these, convolutions, windows and weights over tokens (MLP-Mixer,
+gMLP) say it: an input is cut along the longest dim in which they move, the rows of a picture.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from typing import TypeAlias
 
 import torch.fx as fx
 
 from ringopt.context_parallel.geometry.layouts import chunks_per_rank
-from ringopt.dims.contraction_rules import is_batched_product
-from ringopt.dims.op_families import CONVOLUTIONS, RESHAPES, RUNNING, TRANSFORMS, TRANSPOSED_CONVOLUTIONS
+from ringopt.dims.contraction_rules import PRODUCTS, is_batched_product
+from ringopt.dims.op_families import (
+    CONVOLUTIONS,
+    POOLS,
+    RESHAPES,
+    RUNNING,
+    TRANSFORMS,
+    TRANSPOSED_CONVOLUTIONS,
+    moving_dims,
+)
 from ringopt.dims.origin import is_row, origins
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import named, op_name, shape_of, source_line, tensor_args, value_of
@@ -30,6 +39,8 @@ from ringopt.sharding.behind_breaks import above_products, worth_cutting
 from ringopt.sharding.handlers.demands import Demand, worked_on
 
 ALONG = frozenset((*RUNNING, *TRANSFORMS, "cumsum"))
+
+Along: TypeAlias = tuple[fx.Node, int]  # a tensor, and one of its dims
 
 
 def mixed_rows(graph: fx.Graph, layouts: Layouts, ranks: int) -> dict[fx.Node, Sharded]:
@@ -53,7 +64,7 @@ def mixed_rows(graph: fx.Graph, layouts: Layouts, ranks: int) -> dict[fx.Node, S
             found[x] = place
     summed = dict(demand for node in graph.nodes if is_batched_product(node) for demand in summed_rows(node))
     if not found and not summed:
-        summed = convolved_rows(graph)
+        summed = moved_rows(graph)
     cuts = worth_cutting(graph, summed, layouts, ranks)
     return found | {x: place for x, place in cuts.items() if enough(place)}
 
@@ -68,33 +79,56 @@ def summed_rows(node: fx.Node) -> Iterator[Demand]:
         yield from ((origin.node, origin.place) for origin in left & right if origin.place is not None)
 
 
-def convolved_rows(graph: fx.Graph) -> dict[fx.Node, Sharded]:
-    """Each input of a graph that convolutions or windows move over, in the longest of the dims in which they do; of
-    equals, in the outer one."""
+def moved_rows(graph: fx.Graph) -> dict[fx.Node, Sharded]:
+    """Each input of a graph that convolutions, windows or weights move over, in the longest of the dims in which they
+    do; of equals, in the outer one."""
     found = defaultdict[fx.Node, set[Sharded]](set)
     for node in graph.nodes:
-        for x, dim in moved_along(node):
-            for origin in origins(x, dim):
-                moves = origin.kind == "input" and op_name(node) != "linear"
-                if origin.place is not None and (moves or is_row(origin)):
-                    found[origin.node].add(origin.place)
+        moved = {origin for x, dim in moved_along(node) for origin in origins(x, dim) if origin.kind == "input"}
+        weighed = {origin for x, dim in weighed_along(node) for origin in origins(x, dim) if is_row(origin)}
+        for origin in moved | weighed:
+            if origin.place is not None:
+                found[origin.node].add(origin.place)
     return {x: max(places, key=lambda at: (at_hand(at.length), -at.dim)) for x, places in found.items()}
 
 
-def moved_along(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
-    """What a kernel or a window moves over, and along which dims of it; or what a layer mixes, if these are tokens."""
+def moved_along(node: fx.Node) -> Iterator[Along]:
+    """What a kernel or a window moves over, and along which dims of it."""
     name = op_name(node)
     if name in (*CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS):
+        yield from kernel_moves(node)
+    elif name in POOLS:
         rank = len(shape_of(node))
-        for dim in range(rank - len(shape_of(named(node, "weight"))) + 2, rank):
-            yield named(node, "input"), dim
-    elif name == "linear":
-        yield node.args[0], -1
+        yield from ((node.args[0], dim) for dim in range(rank - moving_dims(name), rank))
     elif name == "unfold":
         yield node.args[0], named(node, "dimension")
     elif name == "as_strided" and op_name(node.args[0]) in RESHAPES:  # of all elements, as they lie in memory
         x = node.args[0].args[0]
         yield from ((x, dim) for dim in range(len(shape_of(x)) - 1))
+
+
+def kernel_moves(node: fx.Node) -> list[Along]:
+    """Of a convolution."""
+    rank = len(shape_of(node))
+    return [(named(node, "input"), dim) for dim in range(rank - len(shape_of(named(node, "weight"))) + 2, rank)]
+
+
+def weighed_along(node: fx.Node) -> Iterator[Along]:
+    """What weights sum, and over which dim of it: the features, or tokens (gMLP, AFT, synthesizers). A convolution's
+    channels are no tokens where its kernel moves over an input."""
+    name = op_name(node)
+    if name == "linear":
+        yield node.args[0], -1
+    elif name in CONVOLUTIONS:
+        moves = kernel_moves(node)
+        if not any(origin.kind == "input" for x, dim in moves for origin in origins(x, dim)):
+            yield moves[0][0], moves[0][1] - 1
+    elif name in PRODUCTS:
+        rule, operands = rule_of(node), list(tensor_args(node))
+        for dims in zip(*rule.summed, strict=True) if rule is not None and len(operands) == 2 else ():
+            sides = list(zip(operands, dims, strict=True))
+            of_tokens = [(x, dim) for x, dim in sides if any(map(is_row, origins(x, dim)))]
+            yield from of_tokens if len(of_tokens) == 1 else ()
 
 
 def note_of_mixing(rows: Mapping[fx.Node, Sharded]) -> list[str]:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ringopt.dims.op_families import moving_dims
 from ringopt.dims.rules import rule_of
-from ringopt.ir.nodes import argument, named, op_name, shape_of, tensor_args, value_of
+from ringopt.ir.nodes import argument, is_tensor, named, op_name, shape_of, tensor_args, value_of
 from ringopt.ir.symbolic_sizes import same
 from ringopt.sharding.emit import Handler, Steps, dims_of, sequence_at, wide_dtype
 from ringopt.sharding.sharder import Sharder
@@ -53,7 +54,7 @@ def _local_sum(step: Steps, args: Any, kwargs: Any) -> fx.Node:
 
 def pooled_to_one(sharder: Sharder, node: fx.Node) -> bool:
     """adaptive_avg_pool to one row: the mean."""
-    x, moving = node.args[0], int(op_name(node)[-2])
+    x, moving = node.args[0], moving_dims(op_name(node))
     dims = list(range(len(shape_of(x)) - moving, len(shape_of(x))))
     place = sharder.placements[x]
     if place is None or place.dim not in dims or list(named(node, "output_size")) != [1] * moving:
@@ -61,6 +62,22 @@ def pooled_to_one(sharder: Sharder, node: fx.Node) -> bool:
     step = Steps(sharder, node)
     total = step.total(step(aten.sum.dim_IntList, sharder.values[x], dims, True, dtype=wide_dtype(value_of(node))))
     return step.done(step(aten.div.Scalar, total, prod(shape_of(x)[dim] for dim in dims)))
+
+
+def over_channels(sharder: Sharder, node: fx.Node) -> bool:
+    """A convolution whose channels are the sequence (gMLP), not in groups. The bias is added as in `linear`."""
+    x, weight, bias = (named(node, name) for name in ("input", "weight", "bias"))
+    channels = len(shape_of(node)) - len(shape_of(weight)) + 1
+    place = sequence_at(sharder, x, [channels])
+    if place is None or named(node, "groups") != 1:
+        return False
+    step, moves = Steps(sharder, node), {name: named(node, name) for name in ("stride", "padding", "dilation")}
+    filters = sharder.sharded(weight, place.at(1))
+    total = step.total(step(node.target, sharder.values[x], filters, None, *moves.values()))
+    if is_tensor(bias):
+        shape = [1 if dim > channels else size for dim, size in enumerate(shape_of(node))][channels:]
+        total = step(aten.add.Tensor, total, step(aten.reshape.default, sharder.replicated(bias), shape))
+    return step.done(total)
 
 
 def linear(sharder: Sharder, node: fx.Node) -> bool:

@@ -181,6 +181,10 @@ def test_convolution_to_a_few_rows_is_gathered():
 
 STEPS = {
     "average pooling": lambda m, x: x + T(F.avg_pool1d(T(x), 3, 1, 1)),
+    "average pooling of what is inside": lambda m, x: (
+        x + T(F.avg_pool2d(T(x)[:, None], 3, 1, 1, count_include_pad=False)[:, 0])
+        + F.pad(T(F.avg_pool1d(T(x), 4, 2, 1, count_include_pad=False)), (0, 0, 0, N - 6))
+    ),
     "average of every two": lambda m, x: x + F.pad(T(F.avg_pool1d(T(x), 2)), (0, 0, 0, N - N // 2)),
     "max pooling, padded": lambda m, x: x + T(F.max_pool1d(T(x), 3, 1, 1)),
     "max pooling": lambda m, x: x + F.pad(T(F.max_pool1d(T(x), 3, 1)), (0, 0, 1, 1)),

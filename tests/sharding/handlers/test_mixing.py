@@ -215,6 +215,74 @@ class Mixer(nn.Module):
         return x + narrow(F.gelu(wide(self.norms[1](x))))
 
 
+class Weighed(nn.Module):
+    """Tokens weighed by a matrix of the model, `mix(weights [S, S], x [B, S, D])`."""
+
+    def __init__(self, mix, rows=ROWS):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mix, self.weights = mix, nn.Parameter(torch.randn(rows, rows) / rows**0.5)
+        self.bias, self.wide, self.out = nn.Parameter(torch.randn(rows)), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        self.double()
+
+    def forward(self, x):
+        return x + self.out(self.mix(self, F.gelu(self.wide(x))))
+
+
+def spatial_gate(model, x):
+    """gMLP (Liu et al. 2021), the causal one: channels of a convolution are tokens."""
+    return x * F.conv1d(x, model.weights.tril()[..., None], model.bias)
+
+
+def attention_free(model, x):
+    """AFT (Zhai et al. 2021)."""
+    weights = model.weights.exp()
+    return torch.sigmoid(x) * (weights @ (x.exp() * x)) / (weights @ x.exp())
+
+
+def synthesized(model, x):
+    """Synthesizer (Tay et al. 2020): random weights, and those that a layer makes of a token."""
+    made = F.linear(x[..., :ROWS], model.weights)
+    return model.weights.softmax(-1) @ x + made.softmax(-1) @ x
+
+
+def dilated(model, x):
+    """Channels of a convolution that moves over features too."""
+    weights = torch.stack([model.weights, model.weights.mT], -1)
+    return x + F.conv1d(x, weights, None, 2, 1, 2).repeat_interleave(2, 2)
+
+
+def by_token(model, x):
+    """A filter for each channel, which is a token."""
+    return x + F.conv1d(x, model.weights[:, None, :3], model.bias, padding=1, groups=ROWS)
+
+
+WEIGHED = [spatial_gate, attention_free, synthesized, dilated]
+
+
+@pytest.mark.parametrize("mix, p", [(mix, 2 + i % 2) for i, mix in enumerate(WEIGHED)])
+def test_weights_over_tokens_sum_what_the_ranks_have(mix, p):
+    verdict = validate(p, Weighed(mix), given())
+    assert verdict.wrong == "" and verdict.report.sharded_fraction == 1.0
+    assert {gather.op for gather in verdict.report.gathers} <= {"output", "matmul"}
+    assert "over whose rows products sum or windows move" in verdict.report.notes[0]
+
+
+def test_filters_of_tokens_are_no_sum_over_tokens():
+    assert validate(2, Weighed(by_token), given()).wrong == ""
+
+
+class Pooled(nn.Module):
+    """PoolFormer (Yu et al. 2022): means of neighbours instead of attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.layer(x + F.avg_pool1d(x.mT, 3, 1, 1, count_include_pad=False).mT)
+
+
 CONVOLVED = {
     "a residual network": (Residual, (2, 3, 52, 21), (2, 3, 40, 21)),
     "channels last": (Modern, (2, 3, 14, 9), (2, 3, 20, 9)),
@@ -223,6 +291,7 @@ CONVOLVED = {
     "of a video": (OfTime, (1, 3, 2, 9, 7), (1, 3, 3, 9, 7)),
     "of windows": (Windowed, (2, 24), (2, 32)),
     "of layers over tokens": (Mixer, (2, 24), (1, 24)),
+    "of means of neighbours": (Pooled, (2, 17, WIDTH), (2, 23, WIDTH)),
 }
 
 
