@@ -27,6 +27,7 @@ from torch._dynamo.exc import (
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import InstructionTranslator, SpeculationLog, TensorifyState
 from torch._dynamo.utils import counters
+from torch._dynamo.variables.functions import NestedUserFunctionVariable
 from torch._higher_order_ops.associative_scan import associative_scan as ASSOCIATIVE_SCAN
 from torch._higher_order_ops.scan import scan as SCAN
 
@@ -235,6 +236,17 @@ def goes_on_behind_breaks(
             raise TraceOtherwise from error
 
     convert_frame.trace_frame = traced
+    functions: Any = NestedUserFunctionVariable
+    allows = functions.should_allow_nested_graph_breaks
+    functions.should_allow_nested_graph_breaks = lambda function: (
+        not _is_comprehension(function.get_code()) and allows(function)
+    )
+
+
+def _is_comprehension(code: CodeType) -> bool:
+    """Before Python 3.12, where one has a frame. In torch 2.13 what goes on behind a break in it has lost its argument,
+    whose name no program can have."""
+    return code.co_varnames[: code.co_argcount] == (".0",)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

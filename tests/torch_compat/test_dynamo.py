@@ -12,6 +12,7 @@ import torch._dynamo.config
 from torch import nn
 from torch._dynamo import convert_frame
 from torch._dynamo.symbolic_convert import SpeculationLog
+from torch._dynamo.variables.functions import NestedUserFunctionVariable
 
 from ringopt.torch_compat import dynamo
 from ringopt.torch_compat.aot_autograd import min_cut_rematerialization_partition
@@ -344,6 +345,23 @@ def test_the_rest_behind_a_break_is_one_graph() -> None:
             )
             assert torch.allclose(run(torch.ones(2)), torch.ones(2).sin().cos().exp().tan())
             assert counts == ends
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch has it, but younger")
+def test_a_break_in_a_comprehension_ends_the_graph_of_its_function() -> None:
+    """Dynamo's continuation of a comprehension had lost what it iterates over (Python 3.11; later it is no frame)."""
+    with (
+        patch.object(convert_frame, "trace_frame", convert_frame.trace_frame),
+        patch.object(NestedUserFunctionVariable, "should_allow_nested_graph_breaks", lambda self: True),
+    ):
+        dynamo.goes_on_behind_breaks(lambda backends: True, lambda code, error: None)
+
+        def program(x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+            return torch.cat([row[:size] for row, size in zip(x.sin(), sizes, strict=True)]).exp()
+
+        torch._dynamo.reset()
+        given = torch.ones(2, 3), torch.tensor([2, 3])
+        assert torch.allclose(torch.compile(program, backend="eager")(*given), program(*given))
 
 
 def calls(gm: torch.fx.GraphModule) -> int:
