@@ -17,7 +17,7 @@ import torch.fx as fx
 from ringopt.ir.autograd_function import CustomGradient, HigherOrder
 from ringopt.ir.nodes import is_tensor, op_name, origin, value_of
 from ringopt.ir.refusal import Refusal
-from ringopt.torch_compat.fake_tensors import FakeTensor, enable_python_dispatcher
+from ringopt.torch_compat.fake_tensors import FakeTensor, FakeTensorMode, detect_fake_mode, enable_python_dispatcher
 from ringopt.torch_compat.operators import TO_COPY
 from ringopt.torch_compat.pytree import tree_map
 from ringopt.torch_compat.tensors import TorchDispatchMode, storage_key
@@ -94,8 +94,8 @@ class Casting(fx.Interpreter):
 
     def run_all(self) -> None:
         inputs = [value_of(node) for node in self.module.graph.find_nodes(op="placeholder")]
-        mode = next(value.fake_mode for value in inputs if isinstance(value, FakeTensor))
-        with mode, torch.no_grad(), enable_python_dispatcher():  # C++ forms fix sizes that are open
+        mode = next((value.fake_mode for value in inputs if isinstance(value, FakeTensor)), detect_fake_mode())
+        with mode or FakeTensorMode(), torch.no_grad(), enable_python_dispatcher():  # C++ forms fix sizes that are open
             self.run(*inputs, enable_io_processing=False)
         for node in reversed(self.module.graph.nodes):
             if op_name(node) in ("_enter_autocast", "_exit_autocast"):

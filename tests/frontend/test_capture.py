@@ -65,6 +65,27 @@ def test_regions_of_an_exported_program_are_written_out():
     assert_same(flat, Regions(), inputs)
 
 
+@torch.autocast("cpu", dtype=torch.bfloat16)
+def rows_of(x):
+    return x.shape[0] if x is not None else torch.ones(2, 2) @ torch.ones(2, 2)
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_region_between_two_breaks_of_which_no_tensor_comes(made):
+    """Wan's rotary embedding: its graph has no inputs. So has that of what a region makes of constants."""
+
+    def program(x):
+        y = x.sin()
+        torch._dynamo.graph_break()
+        n = rows_of(None if made else y)
+        torch._dynamo.graph_break()
+        return y * n
+
+    torch._dynamo.reset()
+    x = torch.randn(2, 2)
+    torch.testing.assert_close(torch.compile(program, backend="ring")(x), program(x))
+
+
 def test_sizes_become_numbers():
     gm, inputs = captured(lambda x: F.softmax(x.view(x.shape[0], -1), -1), torch.randn(3, 4, 5))
     assert [node.args[1] for node in capture(gm, inputs).graph.graph.nodes if op_name(node) == "view"] == [[3, -1]]

@@ -29,6 +29,7 @@ from ringopt.torch_compat.operators import ASSERT_SCALAR, ASSERT_TENSOR
 MEANT_ALIKE = (  # of a number and of the tensor that it is the element of
     *COMPARISONS, operator.add, operator.sub, operator.mul,
 )  # fmt: skip
+COUNTED = ("start", "end", "step")
 UNNAMED = "an assertion of the program"
 
 
@@ -64,8 +65,8 @@ def taken(node: fx.Node) -> tuple[fx.Node, str] | None:
 def number_taken(node: fx.Node) -> tuple[fx.Node, str] | None:
     """Of a number that is read from a tensor, where the rest of the program needs one that is known (its mask has to be
     as long as the sequence): that it is this one, which takes its place."""
-    counts = node.target is torch.arange and node.args[:-1] in ((), (0,))
-    tensor = node.args[-1] if counts else node.args[0] if node.target == "item" else None
+    counts = node.target is torch.arange
+    tensor = counted_to(node) if counts else node.args[0] if node.target == "item" else None
     value = fake_value(tensor) if isinstance(tensor, fx.Node) else None
     if not isinstance(value, torch.Tensor) or value.dtype not in INTEGERS:
         return None
@@ -78,10 +79,17 @@ def number_taken(node: fx.Node) -> tuple[fx.Node, str] | None:
     known = fake_value(number) if isinstance(number, fx.Node) else number
     condition.meta.update(origin(node), example_value=value == known)
     if counts:
-        node.args = (number,)
+        node.args, node.kwargs = (number,), {name: x for name, x in node.kwargs.items() if name not in COUNTED}
     for user in [] if counts else list(node.users):
         user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda x: number if x is node else x)
     return condition, words
+
+
+def counted_to(node: fx.Node) -> Any:
+    """What `torch.arange` counts to, however it is spelled; None where it does not count by 1 from 0."""
+    names = COUNTED if len(node.args) > 1 or "end" in node.kwargs else ("end",)
+    given = {"start": 0, "step": 1, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return given["end"] if (given["start"], given["step"]) == (0, 1) else None
 
 
 def number_at_hand(number: Any, graph: fx.Graph) -> int | fx.Node | None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ringopt
+from ringopt.frontend.data_sizes.assertions import counted_to
 from tests.harness.models import difference, run
 
 D, HEADS, ROWS = 8, 2, 13
@@ -87,6 +88,10 @@ def longest_from_zero(lengths: Tensor) -> Tensor:
     return torch.arange(0, lengths.max())
 
 
+def longest_by_name(lengths: Tensor) -> Tensor:
+    return torch.arange(0, end=lengths.max(), dtype=torch.int32)
+
+
 def longest_as_a_number(lengths: Tensor) -> Tensor:
     """WeNet's and ESPnet's `make_pad_mask`."""
     longest = lengths.max().item()
@@ -118,12 +123,34 @@ def padded_on_rank(places: Callable[[Tensor], Tensor]) -> tuple[list[float], lis
     return errors, shares, [raised(compiled, shorter), raised(model, shorter)]
 
 
-@pytest.mark.parametrize("places", [longest_itself, longest_from_zero, longest_as_a_number], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("places", [longest_itself, longest_from_zero, longest_by_name, longest_as_a_number], ids=lambda f: f.__name__)
 def test_a_number_that_sizes_have_to_be_is_that_size(ranks: Any, places: Callable[[Tensor], Tensor]) -> None:
     """The second graph is of any length. Where the longest row is shorter than the sequence, eager raises too."""
     for errors, shares, (here, eager) in ranks(2, padded_on_rank, places):
         assert max(errors) < 1e-10 and shares == [1.0, 1.0]
         assert "of which the program needs as many" in here and "must match" in eager
+
+
+@pytest.mark.parametrize(
+    "counts, end",
+    [
+        ({"args": (8,)}, 8),
+        ({"args": (0, 8)}, 8),
+        ({"args": (0, 8, 1)}, 8),
+        ({"args": (0,), "kwargs": {"end": 8}}, 8),
+        ({"kwargs": {"start": 0, "end": 8, "device": "cpu"}}, 8),
+        ({"kwargs": {"end": 8}}, 8),
+        ({"args": (1, 8)}, None),
+        ({"args": (0, 8, 2)}, None),
+        ({"kwargs": {"start": 2, "end": 8}}, None),
+    ],
+)
+def test_however_arange_is_spelled(counts: dict[str, Any], end: int | None) -> None:
+    assert counted_to(torch.fx.Graph().call_function(torch.arange, **counts)) == end
+    torch._dynamo.reset()
+    args, kwargs = counts.get("args", ()), counts.get("kwargs", {})
+    compiled = torch.compile(lambda x: x + torch.arange(*args, **kwargs).sum(), backend="ring")
+    torch.testing.assert_close(compiled(torch.ones(2)), torch.ones(2) + torch.arange(*args, **kwargs).sum())
 
 
 def softened(x: Tensor) -> Tensor:
