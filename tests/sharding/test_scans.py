@@ -157,6 +157,32 @@ def test_ranks_hold_whole_chunks(p, padded, layout):
     assert (f"{layout}:4x8" in text) == bool(padded) and "respread" not in text
 
 
+class Before(nn.Module):
+    """Chunks of 4 tokens read the state before them, so that the last chunk updates none (gated linear attention)."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH).double(), nn.Linear(WIDTH, 3).double()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        q, k, v = (t.unflatten(1, (-1, 4)) for t in self.qkv(x).chunk(3, -1))
+        new, states = k.mT @ v, [x.new_zeros(x.shape[0], WIDTH, WIDTH)]
+        for i in range(new.shape[1]):
+            states.append(0.9 * states[-1] + new[:, i])
+        y = q @ torch.stack(states[:-1], 1) + (q @ k.mT).tril() @ v
+        scores = self.out(y.flatten(1, 2))
+        return F.cross_entropy(scores.flatten(0, 1), labels.flatten()), scores
+
+
+@pytest.mark.parametrize("p, chunks, layout", [(2, 5, "zigzag"), (2, 6, "contiguous"), (3, 8, "zigzag")])
+def test_a_step_fewer_than_there_are_chunks(p, chunks, layout):
+    verdict = checked(p, Before(), 4 * chunks, layout=layout)
+    assert verdict.report.sites[0].strategy == "states" and verdict.report.sharded_fraction == 1.0
+    assert [gather.op for gather in verdict.report.gathers] == ["output"]
+    assert f"{layout}:1x{chunks}" in str(verdict.graph.graph)
+
+
 def test_pairs_inside_of_chunks_stay_with_their_chunk():
     verdict = checked(2, Chunks(8, pairs=True), 64)
     assert verdict.report.sharded_fraction == 1.0 and not any("no site" in note for note in verdict.report.notes)

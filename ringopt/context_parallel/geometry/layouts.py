@@ -23,7 +23,7 @@ from ringopt.errors import OptionError, PlanError
 @dataclass(frozen=True)
 class Layout(ABC):
     """`length` rows over `ranks` ranks, cut between `units` of `grain` rows each, as many as there are rows for if not
-    told. Raises PlanError unless length and ranks are positive and the units fit."""
+    told; the last may be empty. Raises PlanError unless length and ranks are positive and the units fit."""
 
     length: int
     ranks: int
@@ -38,7 +38,7 @@ class Layout(ABC):
             raise PlanError(
                 f"a layout of {self.length} rows over {self.ranks} ranks was asked for; both must be at least 1"
             )
-        if self.grain < 1 or self.counted < 0 or (self.counted and self.length <= self.grain * (self.counted - 1)):
+        if self.grain < 1 or self.counted < 0 or (self.counted and self.length < self.grain * (self.counted - 1)):
             raise PlanError(f"{self.length} rows are no {self.counted} units of {self.grain} rows")
 
     @property
