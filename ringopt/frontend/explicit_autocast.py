@@ -17,6 +17,7 @@ import torch.fx as fx
 from ringopt.ir.autograd_function import CustomGradient, HigherOrder
 from ringopt.ir.nodes import is_tensor, op_name, origin, value_of
 from ringopt.ir.refusal import Refusal
+from ringopt.ir.symbolic_sizes import note_value
 from ringopt.torch_compat.fake_tensors import FakeTensor, FakeTensorMode, detect_fake_mode, enable_python_dispatcher
 from ringopt.torch_compat.operators import TO_COPY
 from ringopt.torch_compat.pytree import tree_map
@@ -120,7 +121,7 @@ class Casting(fx.Interpreter):
             value = [torch.empty_like(y) for y in value]  # values of their own, for whoever writes to them
         if self.regions and self.regions[-1][2]:
             self.cast_inputs(node, inside.casts)
-        node.meta["val"] = value
+        note_value(node, value)
         return value
 
     def region(self) -> AbstractContextManager[Any]:

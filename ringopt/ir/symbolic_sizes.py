@@ -19,8 +19,15 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_aggregate
 
+from ringopt.torch_compat.fake_tensors import detect_fake_mode
 from ringopt.torch_compat.operators import ASSERT_SCALAR
-from ringopt.torch_compat.symbolic_shapes import ShapeEnv, SymNode, computed, statically_known_true
+from ringopt.torch_compat.symbolic_shapes import (
+    ShapeEnv,
+    SymNode,
+    compute_unbacked_bindings,
+    computed,
+    statically_known_true,
+)
 
 OPEN = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -237,3 +244,12 @@ def source_of(symbol: sympy.Symbol, graph: fx.Graph, inputs: Iterable[fx.Node]) 
             if formula(size) == symbol:
                 return graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
     raise AssertionError(f"no input has the size {symbol}")
+
+
+def note_value(node: fx.Node, value: Any) -> None:
+    """The fake value of a node that was run again, and which sizes and numbers come up in it that are known only when
+    the program runs."""
+    node.meta["val"] = value
+    shape_env = getattr(detect_fake_mode(), "shape_env", None)
+    if shape_env is not None and (symbols := compute_unbacked_bindings(shape_env, value)):
+        node.meta["unbacked_bindings"] = symbols

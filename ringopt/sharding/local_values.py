@@ -13,14 +13,12 @@ from ringopt.ir.autograd_function import HigherOrder
 from ringopt.ir.fake_cache import Answers
 from ringopt.ir.nodes import is_tensor, value_of
 from ringopt.ir.notes import PLACEMENT, WHOLE
-from ringopt.ir.symbolic_sizes import divides, same
+from ringopt.ir.symbolic_sizes import divides, note_value, same
 from ringopt.torch_compat.fake_tensors import (
     FakeTensorMode,
-    detect_fake_mode,
     enable_python_dispatcher,
     open_strides_undecided,
 )
-from ringopt.torch_compat.symbolic_shapes import compute_unbacked_bindings
 
 
 @contextmanager
@@ -50,10 +48,7 @@ class LocalValues(fx.Interpreter):
         else:
             value = super().run_node(node)
         if node.op == "call_function":
-            node.meta["val"] = value
-            shape_env = getattr(detect_fake_mode(), "shape_env", None)
-            if shape_env is not None and (symbols := compute_unbacked_bindings(shape_env, value)):
-                node.meta["unbacked_bindings"] = symbols
+            note_value(node, value)
         return value
 
 

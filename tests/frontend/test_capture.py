@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from ringopt.frontend.capture import capture
-from ringopt.ir.nodes import op_name, readable_name
+from ringopt.frontend.explicit_autocast import explicit_casts
+from ringopt.ir.nodes import op_name, readable_name, value_of
 from ringopt.ir.refusal import GraphRefused
+from ringopt.torch_compat.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from tests.harness.capturing import after, assert_same
 from tests.harness.models import MODELS, build
 from tests.harness.translation import captured
@@ -63,6 +65,22 @@ def test_regions_of_an_exported_program_are_written_out():
     flat = capture(gm, inputs).graph
     assert not [node for node in flat.graph.nodes if "wrap" in op_name(node)]
     assert_same(flat, Regions(), inputs)
+
+
+def test_sizes_that_come_up_in_a_region_are_bound():
+    """Left open, they are an error in whatever is compiled next of the same program (HSTU)."""
+
+    @torch.autocast("cpu", dtype=torch.bfloat16)
+    def picked(x):
+        return x[x > 0].sum()
+
+    shape_env = ShapeEnv()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        flat = capture(*captured(picked, torch.randn(3, 4)), shape_env).graph
+    explicit_casts(flat)
+    assert shape_env.pending_fresh_unbacked_symbols == []
+    (index,) = (node for node in flat.graph.nodes if op_name(node) == "index")
+    assert set(index.meta["unbacked_bindings"]) == free_unbacked_symbols(value_of(index))
 
 
 @torch.autocast("cpu", dtype=torch.bfloat16)

@@ -123,7 +123,10 @@ def padded_on_rank(places: Callable[[Tensor], Tensor]) -> tuple[list[float], lis
     return errors, shares, [raised(compiled, shorter), raised(model, shorter)]
 
 
-@pytest.mark.parametrize("places", [longest_itself, longest_from_zero, longest_by_name, longest_as_a_number], ids=lambda f: f.__name__)
+LONGEST = [longest_itself, longest_from_zero, longest_by_name, longest_as_a_number]
+
+
+@pytest.mark.parametrize("places", LONGEST, ids=lambda f: f.__name__)
 def test_a_number_that_sizes_have_to_be_is_that_size(ranks: Any, places: Callable[[Tensor], Tensor]) -> None:
     """The second graph is of any length. Where the longest row is shorter than the sequence, eager raises too."""
     for errors, shares, (here, eager) in ranks(2, padded_on_rank, places):
