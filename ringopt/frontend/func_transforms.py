@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ringopt.frontend import flex
 from ringopt.frontend.flatten import is_inline
+from ringopt.ir.symbolic_sizes import OPEN
 from ringopt.ops.torch_func import TORCH_FUNC
 from ringopt.torch_compat.transforms import depth_after, is_forward_mode, is_unwrapped
 
@@ -102,6 +103,9 @@ def last_read(inside: Sequence[fx.Node], places: Mapping[fx.Node, int]) -> int:
 
 def call_of(made: fx.GraphModule, name: str, inside: Sequence[fx.Node], copies: dict[fx.Node, fx.Node]) -> None:
     """Puts a call at the end of the graph of `made` in the place of the nodes `inside`."""
+    sizes = sizes_among(inside)
+    copy_into(made.graph, copies, sizes)
+    inside = [node for node in inside if node not in copies]
     own, within = fx.Graph(), set(inside)
     operands = list(dict.fromkeys(x for node in inside for x in node.all_input_nodes if x not in within))
     constants = [x for x in operands if x.op == "get_attr"]
@@ -121,6 +125,15 @@ def call_of(made: fx.GraphModule, name: str, inside: Sequence[fx.Node], copies: 
     for place, node in enumerate(results):
         copies[node] = graph.call_function(operator.getitem, (call, place))
         copies[node].meta = dict(node.meta)
+
+
+def sizes_among(inside: Sequence[fx.Node]) -> list[fx.Node]:
+    """What is counted there of numbers from before alone. Dynamo writes it once, for what stands behind too."""
+    within, found = set(inside), dict[fx.Node, None]()
+    for node in inside:
+        if isinstance(flex.example(node), OPEN) and all(x in found or x not in within for x in node.all_input_nodes):
+            found[node] = None
+    return list(found)
 
 
 # ---- values that are made leaves -------------------------------------------------------------------------------------

@@ -72,6 +72,21 @@ def test_lengths_that_are_open():
     assert report.sharded_fraction == 1.0
 
 
+def half_of(m, q, k, v):
+    """A size that is counted in the function, and read behind it too."""
+    v = torch.vmap(lambda v: torch.cat([v[:, : v.shape[1] // 2] * 2, v[:, v.shape[1] // 2 :]], 1))(v)
+    v = torch.cat([v[:, :, : v.shape[2] // 2], v[:, :, v.shape[2] // 2 :].sin()], 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_sizes_that_are_counted_in_a_function_are_no_results_of_it():
+    calls = [(given(rows),) for rows in (12, 17, 9)]
+    reports = run_over(Layers(half_of), calls, 2, dynamic=True).reports
+    assert [(report.refusal, report.sharded_fraction) for report in reports] == [(None, 1.0)] * len(reports), [
+        report.notes for report in reports
+    ]
+
+
 def without_gradient(m, q, k, v):
     def one(q, k, v):
         with torch.no_grad():
