@@ -68,11 +68,11 @@ class ChooseStrategy(Pass):
         if any(where.layout != context.layouts.of(where.placement.length) for where in context.given.values()):
             context.notes.append(f"inputs that arrive in rows are read whole: this graph is {context.layouts.name}")
             context.given.clear()
-        context.cuts = worth_cutting(gm.graph, context.cuts, context.layouts, looked_at(context.mesh))
+        context.cuts = worth_cutting(gm.graph, context.cuts, context.layouts, ranks := looked_at(context.mesh))
         if self.shard == "model":
             context.scans = scan_sites(gm.graph, context.mesh, context.layouts, self.strategy, context.carries)
             if not context.shards:
-                context.mixed = mixed_rows(gm.graph, context.layouts, looked_at(context.mesh))
+                context.mixed = mixed_rows(gm.graph, context.layouts, ranks, bool(context.sites or context.scans))
                 context.notes += note_of_mixing(context.mixed)
         for node, info in sites.items():
             info.notes += [why] if why else []

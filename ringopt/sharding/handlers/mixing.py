@@ -8,7 +8,8 @@ Prefix sums (linear attention as a cumsum, minGRU in logarithms) and Fourier tra
 as kernels, FNet) say which dim is the sequence. How they are computed on shards their handlers say (halo.py,
 by_columns.py). So do batched products that sum over rows of an input (linear attention without a mask, attention among
 channels): the input is cut. Where there are none of these, convolutions, windows and weights over tokens (MLP-Mixer,
-gMLP) say it: an input is cut along the longest dim in which they move, the rows of a picture.
+gMLP) say it: an input is cut along the longest dim in which they move, the rows of a picture. Where nothing mixes
+tokens, layers do, and an input is cut along a dim that they keep.
 """
 
 from __future__ import annotations
@@ -30,21 +31,25 @@ from ringopt.dims.op_families import (
     TRANSPOSED_CONVOLUTIONS,
     moving_dims,
 )
-from ringopt.dims.origin import is_row, origins
+from ringopt.dims.origin import is_row, is_weight, origins
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import named, op_name, shape_of, source_line, tensor_args, value_of
 from ringopt.ir.placement import Layouts, Sharded
 from ringopt.ir.symbolic_sizes import at_hand
+from ringopt.rules.declare import declaration_of, is_foreign
 from ringopt.sharding.behind_breaks import above_products, worth_cutting
 from ringopt.sharding.handlers.demands import Demand, worked_on
 
 ALONG = frozenset((*RUNNING, *TRANSFORMS, "cumsum"))
 
+EVEN = 16  # rows of a rank, of which one more or less is no matter
+
 Along: TypeAlias = tuple[fx.Node, int]  # a tensor, and one of its dims
 
 
-def mixed_rows(graph: fx.Graph, layouts: Layouts, ranks: int) -> dict[fx.Node, Sharded]:
-    """What such operators read, and how it may be spread: what products have made, or are made of."""
+def mixed_rows(graph: fx.Graph, layouts: Layouts, ranks: int, refused: bool) -> dict[fx.Node, Sharded]:
+    """What such operators read, and how it may be spread: what products have made, or are made of. `refused`: an
+    attention was found, which all ranks compute, so that layers alone say nothing."""
     found: dict[fx.Node, Sharded] = {}
     near = worked_on(graph) | above_products(graph)
 
@@ -64,7 +69,7 @@ def mixed_rows(graph: fx.Graph, layouts: Layouts, ranks: int) -> dict[fx.Node, S
             found[x] = place
     summed = dict(demand for node in graph.nodes if is_batched_product(node) for demand in summed_rows(node))
     if not found and not summed:
-        summed = moved_rows(graph)
+        summed = moved_rows(graph) or ({} if refused else kept_rows(graph, ranks))
     cuts = worth_cutting(graph, summed, layouts, ranks)
     return found | {x: place for x, place in cuts.items() if enough(place)}
 
@@ -90,6 +95,25 @@ def moved_rows(graph: fx.Graph) -> dict[fx.Node, Sharded]:
             if origin.place is not None:
                 found[origin.node].add(origin.place)
     return {x: max(places, key=lambda at: (at_hand(at.length), -at.dim)) for x, places in found.items()}
+
+
+def kept_rows(graph: fx.Graph, ranks: int) -> dict[fx.Node, Sharded]:
+    """Each input of a graph whose layers work row by row, as parts of a model between graph breaks do: in the innermost
+    of the dims that they keep and that give every rank EVEN rows, or else in the longest. None where an operator of
+    another library may be an attention."""
+    found = defaultdict[fx.Node, set[Sharded]](set)
+    if any(is_foreign(node) and declaration_of(node) is None for node in graph.nodes):
+        return {}
+    for node in graph.nodes:
+        rule, operands = (rule_of(node), list(tensor_args(node))) if op_name(node) in PRODUCTS else (None, [])
+        if rule is None or not any(map(is_weight, operands)):
+            continue
+        for x, dims in zip(operands, rule.operands, strict=True):
+            for origin in {origin for dim in dims.values() for origin in origins(x, dim) if is_row(origin)}:
+                if origin.place is not None:
+                    found[origin.node].add(origin.place)
+    most = EVEN * ranks
+    return {x: max(places, key=lambda at: (min(at_hand(at.length), most), at.dim)) for x, places in found.items()}
 
 
 def moved_along(node: fx.Node) -> Iterator[Along]:
@@ -135,6 +159,7 @@ def note_of_mixing(rows: Mapping[fx.Node, Sharded]) -> list[str]:
     """For the report."""
     users = [user for x in rows for user in x.users if op_name(user) in ALONG]
     what = [f"{op_name(user)} ({line})" if (line := source_line(user)) else op_name(user) for user in users]
-    what += [f"{x.name}, over whose rows products sum or windows move" for x in rows if x.op == "placeholder"]
+    inputs = (x.name for x in rows if x.op == "placeholder")
+    what += [f"{name}, over whose rows products sum, windows move or layers run" for name in inputs]
     where = ", ".join(dict.fromkeys(what))
     return [f"no attention and no recurrence was found: tokens are sharded along the dim of {where}"] if rows else []

@@ -8,6 +8,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from ringopt.calls import OpCall
+from ringopt.ir.nodes import op_name
 from tests.harness.lengths import run_over
 from tests.harness.translation import validate
 
@@ -265,7 +267,7 @@ def test_weights_over_tokens_sum_what_the_ranks_have(mix, p):
     verdict = validate(p, Weighed(mix), given())
     assert verdict.wrong == "" and verdict.report.sharded_fraction == 1.0
     assert {gather.op for gather in verdict.report.gathers} <= {"output", "matmul"}
-    assert "over whose rows products sum or windows move" in verdict.report.notes[0]
+    assert "over whose rows products sum, windows move or layers run" in verdict.report.notes[0]
 
 
 def test_filters_of_tokens_are_no_sum_over_tokens():
@@ -315,7 +317,7 @@ def test_convolutions_say_which_dim_is_shared(name, p):
     verdict = validate(p, convolved_model(name), pictures(CONVOLVED[name][1]))
     assert verdict.wrong == "" and verdict.report.sharded_fraction > 0.99
     assert {gather.op for gather in verdict.report.gathers} <= {"output", "as_strided"}
-    assert any("over whose rows products sum or windows move" in note for note in verdict.report.notes)
+    assert any("over whose rows products sum, windows move or layers run" in note for note in verdict.report.notes)
 
 
 @pytest.mark.sample(2)
@@ -367,8 +369,61 @@ LEFT = {
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_mixes_no_tokens(name):
+    """Then it is the layers that say it."""
     verdict = validate(2, Layers(LEFT[name]), given())
-    assert verdict.wrong == "" and verdict.report.sharded_fraction == 0 and verdict.report.notes == ()
+    assert verdict.wrong == "" and "along the dim of x, over whose rows" in verdict.report.notes[0]
+
+
+@pytest.mark.parametrize(
+    "shape, dim", [((3, ROWS, WIDTH), 1), ((40, 3, WIDTH), 0), ((ROWS, WIDTH), 0), ((2, 50, 40, WIDTH), 2)]
+)
+def test_rows_that_layers_keep(shape, dim):
+    """The innermost dim that gives every rank enough of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 5)).double()
+    verdict = validate(2, model, torch.randn(shape, dtype=torch.float64, requires_grad=True))
+    assert verdict.wrong == "" and verdict.report.sharded_fraction == 1.0
+    (cut,) = (node for node in verdict.graph.graph.nodes if op_name(node) == "scatter")
+    assert OpCall.of(cut)["dim"] == dim
+    assert [gather.op for gather in verdict.report.gathers] == ["output"]
+
+
+def test_a_head_behind_a_break():
+    """Its loss is summed over the ranks, and nothing of its logits is gathered."""
+    torch.manual_seed(0)
+    head = nn.Linear(WIDTH, 17).double()
+    loss = lambda x, labels: F.cross_entropy(head(x).flatten(0, 1), labels.flatten())  # noqa: E731
+    verdict = validate(3, loss, given(), torch.randint(17, (2, ROWS)))
+    assert verdict.wrong == "" and verdict.report.sharded_fraction == 1.0 and verdict.report.gathers == ()
+
+
+@torch.library.custom_op("mixing::opaque", mutates_args=())
+def opaque(x: torch.Tensor) -> torch.Tensor:
+    return x.flip(1)
+
+
+opaque.register_fake(torch.empty_like)
+
+
+LAYER = nn.Linear(WIDTH, WIDTH).double().requires_grad_(False)
+
+SAY_NOTHING = {
+    "beside an opaque operator, which may be an attention": lambda x: LAYER(x) + opaque(LAYER(x)),
+    "beside an attention that is refused": lambda x: LAYER(x) + refused(LAYER(x)),
+    "products of activations": lambda x: F.linear(x[0], x[1]),
+}
+
+
+@pytest.mark.parametrize("name", SAY_NOTHING)
+def test_layers_that_say_nothing(name):
+    verdict = validate(2, SAY_NOTHING[name], given().detach())
+    assert verdict.wrong == "" and verdict.report.sharded_fraction == 0.0
+
+
+def refused(x):
+    """Fewer queries and keys than ranks."""
+    few = x[:, :1]
+    return F.scaled_dot_product_attention(few, few, few)
 
 
 def test_fewer_tokens_than_ranks():
