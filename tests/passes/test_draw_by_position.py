@@ -243,11 +243,13 @@ def test_what_does_not_drop_is_left_as_it_was() -> None:
     assert not made.drawn and not [note for note in made.report.notes if "stream" in note]
 
 
-def test_without_attention_too() -> None:
-    """One process and many draw alike; nothing is compared, for nothing is spread."""
-    gm, given = captured(nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5), nn.Linear(D, D)).double(), data())
+@pytest.mark.parametrize("spread", [True, False])
+def test_without_attention_too(spread: bool) -> None:
+    """One process and many draw alike. One row is not spread, and nothing is compared."""
+    layers = nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5), nn.Linear(D, D)).double()
+    gm, given = captured(layers, data() if spread else data()[:1, :1].detach())
     (alone,) = run_on(1, gm, given)
-    assert all(made.program is None for made in made_for(gm, given, 2))
+    assert all((made.program is not None) == spread for made in made_for(gm, given, 2))
     assert not any(difference(alone, found, 1e-12) for found in run_on(2, gm, given))
 
 
