@@ -31,18 +31,15 @@ from ringopt.dims.op_families import (
     TRANSPOSED_CONVOLUTIONS,
     moving_dims,
 )
-from ringopt.dims.origin import is_row, is_weight, origins
+from ringopt.dims.origin import is_row, origins
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import named, op_name, shape_of, source_line, tensor_args, value_of
 from ringopt.ir.placement import Layouts, Sharded
 from ringopt.ir.symbolic_sizes import at_hand
-from ringopt.rules.declare import declaration_of, is_foreign
-from ringopt.sharding.behind_breaks import above_products, worth_cutting
+from ringopt.sharding.behind_breaks import above_products, kept_rows, worth_cutting
 from ringopt.sharding.handlers.demands import Demand, worked_on
 
 ALONG = frozenset((*RUNNING, *TRANSFORMS, "cumsum"))
-
-EVEN = 16  # rows of a rank, of which one more or less is no matter
 
 Along: TypeAlias = tuple[fx.Node, int]  # a tensor, and one of its dims
 
@@ -95,25 +92,6 @@ def moved_rows(graph: fx.Graph) -> dict[fx.Node, Sharded]:
             if origin.place is not None:
                 found[origin.node].add(origin.place)
     return {x: max(places, key=lambda at: (at_hand(at.length), -at.dim)) for x, places in found.items()}
-
-
-def kept_rows(graph: fx.Graph, ranks: int) -> dict[fx.Node, Sharded]:
-    """Each input of a graph whose layers work row by row, as parts of a model between graph breaks do: in the innermost
-    of the dims that they keep and that give every rank EVEN rows, or else in the longest. None where an operator of
-    another library may be an attention."""
-    found = defaultdict[fx.Node, set[Sharded]](set)
-    if any(is_foreign(node) and declaration_of(node) is None for node in graph.nodes):
-        return {}
-    for node in graph.nodes:
-        rule, operands = (rule_of(node), list(tensor_args(node))) if op_name(node) in PRODUCTS else (None, [])
-        if rule is None or not any(map(is_weight, operands)):
-            continue
-        for x, dims in zip(operands, rule.operands, strict=True):
-            for origin in {origin for dim in dims.values() for origin in origins(x, dim) if is_row(origin)}:
-                if origin.place is not None:
-                    found[origin.node].add(origin.place)
-    most = EVEN * ranks
-    return {x: max(places, key=lambda at: (min(at_hand(at.length), most), at.dim)) for x, places in found.items()}
 
 
 def moved_along(node: fx.Node) -> Iterator[Along]:

@@ -71,12 +71,12 @@ def over_channels(sharder: Sharder, node: fx.Node) -> bool:
     place = sequence_at(sharder, x, [channels])
     if place is None or named(node, "groups") != 1:
         return False
-    step, moves = Steps(sharder, node), {name: named(node, name) for name in ("stride", "padding", "dilation")}
+    step, moves = Steps(sharder, node), [named(node, name) for name in ("stride", "padding", "dilation")]
     filters = sharder.sharded(weight, place.at(1))
-    total = step.total(step(node.target, sharder.values[x], filters, None, *moves.values()))
+    total = step.total(step(node.target, sharder.values[x], filters, None, *moves))
     if is_tensor(bias):
-        shape = [1 if dim > channels else size for dim, size in enumerate(shape_of(node))][channels:]
-        total = step(aten.add.Tensor, total, step(aten.reshape.default, sharder.replicated(bias), shape))
+        column = step(aten.reshape.default, sharder.replicated(bias), [-1, *[1] * (len(shape_of(weight)) - 2)])
+        total = step(aten.add.Tensor, total, column)
     return step.done(total)
 
 
