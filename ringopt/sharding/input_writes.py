@@ -2,6 +2,8 @@
 
     copy_(weight, y)                ->   copy_(detach(weight), detach(y)), where `weight` has a gradient
     copy_(count, count + 1)         ->   copy_(count, snapshot(count) + 1), where a gradient may read what it was
+
+A view of a written input that the program returns shows the write, and is of the input itself.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.calls import OpCall
+from ringopt.ir.memory import line
 from ringopt.ir.nodes import named, origin, requires_grad, value_of
 from ringopt.ir.notes import PLACEMENT, UNSEEN, WHOLE
 from ringopt.ops import operators
@@ -40,7 +43,9 @@ def keep_before_writes(graph: fx.Graph) -> bool:
     inputs = [x for x in written if x.op == "placeholder" and not value_of(x).requires_grad]
     learns = requires_grad(graph) if inputs else {}
     for x in inputs:
-        readers = [user for user in x.users if user.op != "output" and user.target is not aten.copy_.default]
+        shown = returned_views(graph, x)
+        users = [user for user in x.users if user.op != "output" and user not in shown]
+        readers = [user for user in users if user.target is not aten.copy_.default]
         if not any(learns[node] for node in reached(readers)):
             continue
         with graph.inserting_after(x):
@@ -49,6 +54,24 @@ def keep_before_writes(graph: fx.Graph) -> bool:
         for user in readers:
             user.replace_input_with(x, before)
     return has_copies(graph)
+
+
+def returned_views(graph: fx.Graph, x: fx.Node) -> set[fx.Node]:
+    """The views of `x` that are returned, and what they are views of, made anew for that alone."""
+    output, anew = graph.output_node(), dict[fx.Node, fx.Node]()
+    for out in output.all_input_nodes:
+        views = list(line(out))
+        if views[-1] is not x:
+            continue
+        for view in reversed(views[:-1]):
+            if view not in anew:
+                with graph.inserting_before(output):
+                    anew[view] = graph.node_copy(view, lambda y: anew.get(y, y))
+    output.args = fx.map_arg(output.args, lambda y: anew.get(y, y))
+    for view in reversed(anew):
+        if not view.users:
+            graph.erase_node(view)
+    return set(anew.values())
 
 
 def has_copies(graph: fx.Graph) -> bool:
