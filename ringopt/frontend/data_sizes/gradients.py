@@ -13,8 +13,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from ringopt.frontend.data_sizes.branches import Predicated
 from ringopt.frontend.data_sizes.fake_values import fake_value
-from ringopt.frontend.data_sizes.predication import Predicated
 from ringopt.torch_compat.autograd import never_compiled
 
 Conditions = Mapping[int, Sequence[int]]  # by input, which of the last outputs: one of them has to hold

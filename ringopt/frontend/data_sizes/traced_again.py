@@ -24,13 +24,9 @@ import torch.fx as fx
 
 from ringopt.errors import first_line
 from ringopt.frontend.data_sizes.assertions import reads_numbers
+from ringopt.frontend.data_sizes.branches import NotPredicable, Predicated
 from ringopt.frontend.data_sizes.checkpoints import write_out
-from ringopt.frontend.data_sizes.predication import (
-    NotPredicable,
-    Predicated,
-    looked_for,
-    predicated,
-)
+from ringopt.frontend.data_sizes.predication import looked_for, predicated
 from ringopt.frontend.data_sizes.stretches import has_picks
 from ringopt.ir.notes import WHY_LEFT
 from ringopt.output.printable import logger
