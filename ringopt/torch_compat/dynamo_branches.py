@@ -90,7 +90,7 @@ def places_taken() -> set[tuple[CodeType, int]]:
 
 
 def decides(condition: Any) -> None:
-    """Stands in the graph for a branch or a loop, so that Dynamo keeps what decides."""
+    """Stands in the graph for a branch or a loop, so that Dynamo keeps what decides, and what is there without it."""
 
 
 def trace_of(tx: Any) -> Trace:
@@ -274,6 +274,10 @@ class Begun:
             branch.nodes.append(node)
             node = node.next
         branch.carried, branch.changes = self.before.other_in(behind)
+        output = self.tx.output
+        for old, _ in branch.carried if branch.ended else ():
+            if old is not None:  # which nothing else may read, as if the branch were always taken
+                output.create_proxy("call_function", decides, (fx.Proxy(old, output.current_tracer),), {})
 
 
 class State:

@@ -14,6 +14,7 @@ __all__ = [
     "OpOverloadPacket",
     "can_decompose",
     "is_functorch",
+    "is_pointwise_name",
     "names_of_all_operators",
     "operator_behind",
     "overload_name",
@@ -35,6 +36,21 @@ def schema_of(operator: Any) -> torch.FunctionSchema:
     alias_info), its returns, and is_mutable."""
     schema: torch.FunctionSchema = operator._schema
     return schema
+
+
+# What functions of `operator` are called, where their operators have other names.
+SPELT = {
+    "truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "and": "bitwise_and", "or": "bitwise_or",
+    "xor": "bitwise_xor", "invert": "bitwise_not", "not": "logical_not",
+}  # fmt: skip
+
+
+def is_pointwise_name(name: str) -> bool:
+    """Whether a function or a method of that name ("mul", "__and__") computes each element from those in its place."""
+    plain = name.strip("_")
+    packet = getattr(torch.ops.aten, SPELT.get(plain, plain), None)
+    found = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    return any(torch.Tag.pointwise in operator.tags for operator in found)
 
 
 def schema_or_none(target: Any) -> torch.FunctionSchema | None:

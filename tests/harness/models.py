@@ -6,6 +6,7 @@ Dropout is off: everything here is compared number by number with the same progr
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -174,11 +175,11 @@ def run(model: Any, parameters: nn.Module, inputs: dict[str, Any]) -> list[torch
 
 def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """The largest error, relative to the largest entry of each value (tiny gradients: to 1e-4 of the largest
-    gradient)."""
+    gradient); infinite where it is not a number, which `max` would pass over."""
     assert [x.shape for x in found] == [x.shape for x in expected]
     floor = 1e-4 * max((float(x.abs().max()) for x in expected if x.numel()), default=0.0)
-    return max(
-        (float((a.double() - b.double()).abs().max()) / max(float(b.abs().max()), floor)
-         for a, b in zip(found, expected, strict=True) if b.numel()),
-        default=0.0,
-    )  # fmt: skip
+    errors = [
+        float((a.double() - b.double()).abs().max()) / max(float(b.abs().max()), floor)
+        for a, b in zip(found, expected, strict=True) if b.numel()
+    ]  # fmt: skip
+    return math.inf if any(map(math.isnan, errors)) else max(errors, default=0.0)

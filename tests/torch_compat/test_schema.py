@@ -16,6 +16,7 @@ from ringopt.torch_compat.schema import (
     OpOverloadPacket,
     can_decompose,
     is_functorch,
+    is_pointwise_name,
     names_of_all_operators,
     operator_behind,
     overload_name,
@@ -95,3 +96,8 @@ def test_an_operator_is_found_behind_what_defines_it() -> None:
     assert operator_behind(made) is torch.ops.ringopt_test_schema.twice.default
     assert operator_behind(aten.add.Tensor) is aten.add.Tensor
     assert (packet_name(aten.add), packet_name(3)) == ("aten::add", "")
+
+
+def test_a_name_says_whether_elements_are_computed_one_by_one() -> None:
+    assert all(map(is_pointwise_name, ("mul", "__and__", "truediv", "invert", "masked_fill", "nan_to_num", "isnan")))
+    assert not any(map(is_pointwise_name, ("softmax", "matmul", "sum", "bernoulli", "dropout", "no_operator", "op")))

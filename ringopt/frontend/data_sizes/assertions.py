@@ -24,6 +24,7 @@ from ringopt.frontend.data_sizes.fake_values import OPEN, fake_value, is_unknown
 from ringopt.ir.nodes import origin
 from ringopt.ir.symbolic_sizes import plain, same
 from ringopt.torch_compat.dynamo import COMPARISONS
+from ringopt.torch_compat.dynamo_branches import decides
 from ringopt.torch_compat.operators import ASSERT_SCALAR, ASSERT_TENSOR
 
 MEANT_ALIKE = (  # of a number and of the tensor that it is the element of
@@ -124,8 +125,8 @@ def as_tensor(number: Any, before: fx.Node) -> Any:
 
 
 def asserted_only(number: fx.Node) -> bool:
-    """Whether assertions alone are made of it."""
-    others = [user for user in number.users if user.target is not ASSERT_SCALAR]
+    """Whether assertions alone are made of it, and branches that are traced as if they were taken."""
+    others = [user for user in number.users if user.target not in (ASSERT_SCALAR, decides)]
     return all(holds_number(user) and asserted_only(user) for user in others)
 
 

@@ -30,7 +30,9 @@ from ringopt.torch_compat.pytree import tree_leaves
 from ringopt.torch_compat.schema import HigherOrderOperator, schema_or_none
 
 # What adds or writes rows, and which operand says where.
-ROWS_AT = {"index_add": 2, "index_copy": 2, "index_put": 1, "scatter_add": 2, "scatter": 2, "setitem": 1}
+ROWS_AT = {
+    "index_add": 2, "index_copy": 2, "index_put": 1, "scatter_add": 2, "scatter": 2, "setitem": 1, "masked_fill": 1,
+}  # fmt: skip
 VIEWS = frozenset((
     "getitem", "getattr", "view", "view_as", "reshape", "permute", "transpose", "swapaxes", "swapdims", "movedim", "t",
     "squeeze", "unsqueeze", "expand", "expand_as", "flatten", "unflatten", "select", "narrow", "chunk", "split",
@@ -58,13 +60,14 @@ def plain_name(node: fx.Node) -> str:
 
 class BranchedGraph:
     """What is known of all nodes of a graph: those that it had before it was changed (`alive`), the innermost branch of
-    each that is in any (`owner`), how many have each memory, which memory is written, and who finds rows, by how many
-    there are."""
+    each that is in any (`owner`), how many have each memory, which memory is written, who finds rows, by how many there
+    are, and what is `selected` in the place of which (selection.py)."""
 
     def __init__(self, graph: fx.Graph):
         self.graph, self.alive, self.owner = graph, set(graph.nodes), dict[fx.Node, Predicated]()
         self.memories = Counter(map(memory, graph.nodes))
         self.written = {memory(x) for node in graph.nodes for x in written_by_name(node)} - {None}
+        self.selected = dict[fx.Node, fx.Node]()
         self.finders = {size: node for node in graph.nodes if sought_in(node) is not None for size in lengths(node)}
 
 
@@ -101,6 +104,14 @@ class Predicated:
                 self.empty |= {size for size in lengths(node) if isinstance(size, sympy.Symbol)}
             elif is_mask(mask := index_of(node)):
                 node.replace_input_with(mask, self.with_truth(mask, node))
+
+    def take_in(self, nodes: Sequence[fx.Node]) -> None:
+        """Nodes that were put in, here and in the branches around."""
+        self.owner.update(dict.fromkeys(nodes, self))
+        around: Predicated | None = self
+        while around is not None:
+            around.inside |= set(nodes)
+            around = around.within
 
     def with_truth(self, mask: fx.Node, user: fx.Node) -> fx.Node:
         """Its elements, those that are true where the branch is taken."""
@@ -163,8 +174,6 @@ class Predicated:
         """Raises NotPredicable."""
         inside = Counter(map(memory, self.nodes))
         made = {key for key, number in inside.items() if number == self.program.memories[key]}
-        if any(self.without_rows(new) is not old for old, new in self.branch.carried):
-            raise NotPredicable("has a name stand for another tensor after it")
         carried = {new for _, new in self.branch.carried}
         for node in self.nodes:
             if self.owner[node] is self:
@@ -204,7 +213,9 @@ class Predicated:
         place = ROWS_AT.get(plain_name(node))
         if place is None or not isinstance(node.args[0], fx.Node):
             return False
-        rows = node.args[place] if len(node.args) > place else node.kwargs.get("index")
+        if plain_name(node) == "masked_fill" and fake_value(node).shape != fake_value(node.args[0]).shape:
+            return False
+        rows = node.args[place] if len(node.args) > place else node.kwargs.get("index", node.kwargs.get("mask"))
         found = [x for x in tree_leaves(rows) if isinstance(x, fx.Node)]
         return any(self.is_empty(x) or x in self.masked.values() for x in found)
 
@@ -245,6 +256,9 @@ def sought_in(node: fx.Node) -> fx.Node | None:
 
 
 def index_of(node: fx.Node) -> Any:
-    """Of an assignment: the only index."""
-    index = node.args[1] if plain_name(node) == "setitem" else None
+    """Of an assignment: the only index; the mask by which a tensor is filled."""
+    name = plain_name(node)
+    if name == "masked_fill":
+        return node.args[1] if len(node.args) > 1 else node.kwargs.get("mask")
+    index = node.args[1] if name == "setitem" else None
     return index[0] if isinstance(index, tuple) and len(index) == 1 else index

@@ -24,6 +24,7 @@ from ringopt.frontend.data_sizes.assertions import holds_number
 from ringopt.frontend.data_sizes.branches import BranchedGraph, NotPredicable, Predicated, plain_name
 from ringopt.frontend.data_sizes.by_token import FINDS
 from ringopt.frontend.data_sizes.fake_values import fake_value
+from ringopt.frontend.data_sizes.selection import select_carried
 from ringopt.frontend.data_sizes.stretches import erase_with_users, is_check
 from ringopt.ir.nodes import written_by_name
 from ringopt.torch_compat.dynamo_branches import Branch, RowLoop, decides
@@ -48,8 +49,8 @@ def predicated(
     for loop in loops:
         if [branch.when for branch in branches if branch.condition is loop] != list(range(loop.turns)):
             failed[loop.place] = "the loop ends early, or its rows are not read one by one"
-    for step in (Predicated.mask_rows, Predicated.check):
-        for each in found.values():
+    for step, order in ((Predicated.mask_rows, 1), (select_carried, -1), (Predicated.check, 1)):
+        for each in list(found.values())[::order]:  # -1: those within before those around them
             if each.branch.place not in failed:
                 try:
                     step(each)
