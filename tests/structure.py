@@ -11,7 +11,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import combinations
 from pathlib import Path
 
@@ -20,6 +20,12 @@ TOPS = {"ringopt": "ringopt", "passes": "ringopt.passes", "tools": "ringopt.tool
 ALIKE = 6  # lines: as many equal ones in two places are a duplicate
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def parsed(text: str) -> ast.Module:
+    """Once a process: several tests read all files, which takes seconds. Nobody changes a tree."""
+    return ast.parse(text)
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Module:
 
     @cached_property
     def tree(self) -> ast.Module:
-        return ast.parse(self.path.read_text())
+        return parsed(self.path.read_text())
 
     @property
     def folder(self) -> str:

@@ -23,6 +23,7 @@ from ringopt.options import Options
 from ringopt.overlap.async_collectives import Budget
 from ringopt.overlap.start_early import order
 from tests.harness.translation import Seat, captured
+from tests.structure import parsed
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("ringopt", "passes", "tools")
@@ -56,7 +57,7 @@ def is_args(node: ast.expr) -> bool:
 @pytest.mark.parametrize("path", OURS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_argument_is_read_by_its_position(path: Path) -> None:
     lines = path.read_text().splitlines()
-    found = [lines[each.lineno - 1].strip() for each in indexed(ast.parse(path.read_text()))]
+    found = [lines[each.lineno - 1].strip() for each in indexed(parsed(path.read_text()))]
     assert [line for line in found if not any(other in line for other in NOT_OURS)] == []
 
 
@@ -72,7 +73,7 @@ def by_position(tree: ast.AST) -> Iterator[ast.Call]:
 
 def is_operator(node: ast.expr) -> bool:
     """`operators.gather.default`."""
-    return ast.unparse(node).startswith("operators.") and isinstance(node, ast.Attribute)
+    return isinstance(node, ast.Attribute) and ast.unparse(node).startswith("operators.")
 
 
 def test_no_operator_is_written_with_positions() -> None:
@@ -80,7 +81,7 @@ def test_no_operator_is_written_with_positions() -> None:
         f"{path.relative_to(ROOT)}:{call.lineno}"
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("*.py")
-        for call in by_position(ast.parse(path.read_text()))
+        for call in by_position(parsed(path.read_text()))
     ]
     assert found == []
 

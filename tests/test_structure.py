@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 from textwrap import dedent
 
@@ -23,6 +22,7 @@ from tests.structure import (
     many_parameters,
     modules,
     parameters_of,
+    parsed,
     splatted_positions,
     undocumented,
 )
@@ -84,7 +84,7 @@ def test_every_import_of_ours_is_there(top: str) -> None:
     missing = [
         f"{path.relative_to(ROOT)}: {module}"
         for path in (ROOT / top).rglob("*.py")
-        for module, _ in imported(ast.parse(path.read_text()))
+        for module, _ in imported(parsed(path.read_text()))
         if module.partition(".")[0] in ("ringopt", "tests") and not exists(ROOT / module.replace(".", "/"))
     ]
     assert missing == []

@@ -66,6 +66,7 @@ def meets(timeout: float, late: float) -> tuple[float, list[int], list[float]]:
     return took, met, got.unique().tolist()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", strangers.MODES)
 @pytest.mark.parametrize("user", [-1, NOBODY])
 def test_strangers_cost_nothing(ranks: Ranks, mode: str, user: int) -> None:

@@ -196,7 +196,7 @@ def near_and_far(rank: int, ranks: int, options: dict[str, Any]) -> dict[str, An
 
 
 @needs_nodes
-@pytest.mark.parametrize(("nodes", "each"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("nodes", "each"), [pytest.param(2, 1, marks=pytest.mark.zoo), (3, 1), (2, 2)])
 def test_on_several_nodes(nodes: int, each: int) -> None:
     """Numbers are those of one process; memory is read within a node, and not of the process that has its number on
     another."""

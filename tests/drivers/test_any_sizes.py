@@ -113,6 +113,6 @@ class Pairs(nn.Module):
 
 
 def test_pairs_of_tokens_are_turned_and_not_gathered():
-    calls = [(torch.randn(2, n, 4, dtype=torch.float64),) for n in (6, 9, 12)]
+    calls = [(torch.randn(2, n, 4, dtype=torch.float64),) for n in (6, 9)]
     reports = run_over(Pairs(), calls, 2).reports
-    assert [[gather.op for gather in report.gathers] for report in reports] == [["einsum", "output"]] * 3
+    assert [[gather.op for gather in report.gathers] for report in reports] == [["einsum", "output"]] * 2

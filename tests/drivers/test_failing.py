@@ -53,6 +53,7 @@ def fails(monkeypatch, step, error, when=lambda gm: True):
     monkeypatch.setattr(step, "run", broken)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("step", [FindAttention, ShardSequence, Lower])
 @pytest.mark.parametrize(
     "error", [AssertionError("u0 is not u1"), PlanError("no such plan"), KeyError("node"), IndexError()]

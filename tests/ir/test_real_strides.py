@@ -77,6 +77,7 @@ def drawn_index(dice: random.Random) -> tuple:
     return aten.index.Tensor, x, indices
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_strides_of_any_index(seed):
     dice = random.Random(seed)

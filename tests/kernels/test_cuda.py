@@ -129,7 +129,7 @@ def check_laid_out(
         torch.testing.assert_close(got.double(), wanted.detach(), rtol=tolerance, atol=tolerance * 5)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @EACH
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

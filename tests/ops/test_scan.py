@@ -23,6 +23,7 @@ from tests.scans.bodies import Scan, delta_rule, diagonal, drawn, stabilised
 SCANS = {"delta rule": delta_rule, "diagonal": diagonal, "stabilised": stabilised}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("at_once", [0, 2**22])
 @pytest.mark.parametrize("name", SCANS)

@@ -99,9 +99,9 @@ def compared(scan: Scan, p: int, layout: str, keeps: bool = True, states: bool =
         torch.testing.assert_close(sum(parts), whole, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@pytest.mark.parametrize("p", [2, 1, 3, 4])  # in this order the sample has each scan over ranks
 @pytest.mark.parametrize("name", SCANS)
 def test_a_scan_over_ranks_and_its_gradients_are_those_of_the_loop(name, p, layout):
     compared(SCANS[name](), p, layout, states=p % 2 == 0)

@@ -68,7 +68,7 @@ def test_written_out(name, p):
 
 def test_lengths_that_are_open():
     calls = [(given(rows),) for rows in (12, 17, 9)]
-    (report,) = run_over(Layers(WRITTEN_OUT["one head"]), calls, 2, dynamic=True).reports
+    (report,) = run_over(Layers(WRITTEN_OUT["one head"], 1), calls, 2, dynamic=True).reports
     assert report.sharded_fraction == 1.0
 
 

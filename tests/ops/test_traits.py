@@ -343,7 +343,7 @@ def both_ways(name: str, p: int, n: int, layout: str) -> list[tuple[Sent, Sent |
     return run_on_threads(p, body)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "p, n, layout", [(2, 32, "contiguous"), (2, 35, "zigzag"), (4, 37, "contiguous"), (4, 35, "zigzag")]
 )

@@ -86,7 +86,9 @@ def checked(p: int, model: nn.Module, **options: Any) -> tuple[list[str], str]:
     return orders[0], re.sub(r"[0-9.]+ [mu]?s", "T", site.notes[-1])
 
 
-@pytest.mark.parametrize(("p", "layout"), [(2, "contiguous"), (2, "zigzag"), (3, "zigzag")])
+@pytest.mark.parametrize(
+    ("p", "layout"), [(2, "contiguous"), pytest.param(2, "zigzag", marks=pytest.mark.zoo), (3, "zigzag")]
+)
 def test_maps_travel_behind_the_gate(p: int, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if p == 3:  # all states are kept for the backward, and nobody makes them again
         monkeypatch.setattr(ScanCall, "has_small_states", True)
@@ -96,7 +98,7 @@ def test_maps_travel_behind_the_gate(p: int, layout: str, monkeypatch: pytest.Mo
     assert said == "its exchange starts behind gate (T); in the backward behind the gradients of gate, out (T)"
 
 
-@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.parametrize("p", [2, pytest.param(3, marks=pytest.mark.zoo)])
 def test_so_do_those_of_a_kernel(p: int) -> None:
     """In the backward the kernel's forward is computed again first: there its exchange starts with it."""
     ringopt.rule(f"{LIBRARY}::delta_rule", DELTA)

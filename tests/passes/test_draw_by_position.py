@@ -126,9 +126,13 @@ def made_for(gm: Any, given: list[Any], p: int, **options: Any) -> list[Compiled
 
 
 def run_on(p: int, gm: Any, given: list[Any], **options: Any) -> list[Values]:
-    graphs = [with_seed(made.graph) for made in made_for(gm, given, p, **options) if made.graph is not None]
-    assert len(graphs) == p
-    return run_on_threads(p, lambda mesh: values_and_gradients(graphs[mesh.rank], given))
+    return run_made(made_for(gm, given, p, **options), given)
+
+
+def run_made(made: list[Compiled], given: list[Any]) -> list[Values]:
+    graphs = [with_seed(one.graph) for one in made if one.graph is not None]
+    assert len(graphs) == len(made)
+    return run_on_threads(len(made), lambda mesh: values_and_gradients(graphs[mesh.rank], given))
 
 
 def all_of_them(m: Any, y: Tensor) -> Tensor:
@@ -140,10 +144,11 @@ def test_the_same_on_any_number_of_ranks(name: str) -> None:
     gm, given = captured(Program(DRAWS.get(name, all_of_them)).double(), data())
     (alone,) = run_on(1, gm, given)
     for p in (2, 3) if name in DRAWS else (3,):
-        for found in run_on(p, gm, given):
+        made = made_for(gm, given, p)
+        for found in run_made(made, given):
             assert not difference(alone, found, 1e-10), p
-    report = made_for(gm, given, 2)[0].report
-    assert {gather.op for gather in report.gathers} == {"output"} and report.sharded_fraction == 1, report
+        report = made[0].report
+        assert {gather.op for gather in report.gathers} == {"output"} and report.sharded_fraction == 1, report
 
 
 @pytest.mark.sample(2)

@@ -280,6 +280,7 @@ def test_decays_and_what_they_multiply_may_have_other_dtypes_than_the_sum():
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("first", [torch.zeros_like, lambda row: row.sin()], ids=["zeros", "given"])
 @pytest.mark.parametrize(
     "read, steps",

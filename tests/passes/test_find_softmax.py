@@ -70,7 +70,7 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_one_softmax(name):
     gm, _ = after(PASSES, Program(SPELLINGS[name]), *given())

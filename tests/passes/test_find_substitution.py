@@ -72,7 +72,7 @@ return [%add_4]""",
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("batch", [(), (2,), (CHUNK, 3)], ids=str)
 @pytest.mark.parametrize("program", SPELLINGS)
 def test_same_numbers_and_gradients(program, batch):

@@ -18,17 +18,17 @@ WIDTH = HEADS * DEPTH
 
 
 class Layers(nn.Module):
-    """Two layers of `mix(self, q, k, v)`, q, k and v [B, H, S, D]."""
+    """Layers of `mix(self, q, k, v)`, q, k and v [B, H, S, D]."""
 
-    def __init__(self, mix):
+    def __init__(self, mix, depth=2):
         super().__init__()
         torch.manual_seed(0)
-        self.mix, self.qkv, self.out = mix, nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mix, self.depth, self.qkv, self.out = mix, depth, nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.talk, self.memory = nn.Linear(HEADS, HEADS), nn.Parameter(torch.randn(5, DEPTH))
         self.double()
 
     def forward(self, x):
-        for _ in range(2):
+        for _ in range(self.depth):
             q, k, v = (t.unflatten(-1, (HEADS, DEPTH)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
             x = x + self.out(self.mix(self, q, k, v).transpose(1, 2).flatten(2))
         return x
@@ -116,7 +116,7 @@ def beside_attention(s, q, k, v):
 def through_inductor(name, layout):
     """The largest difference from eager at each length, and the share on shards of each graph."""
     torch._dynamo.reset()
-    before, model = len(ringopt.reports()), Layers({**PAIRS, "a state beside attention": beside_attention}[name])
+    before, model = len(ringopt.reports()), Layers({**PAIRS, "a state beside attention": beside_attention}[name], 1)
     compiled, errors = torch.compile(model, backend="ring", dynamic=True, options={"layout": layout}), []
     for rows in (12, 17):
         x = given(rows)

@@ -63,7 +63,7 @@ def stepped(inner: str, setting: str) -> tuple[float, str]:
 @pytest.mark.parametrize(
     "inner, setting, said",
     [
-        ("eager", "", [SHARDED]),
+        pytest.param("eager", "", [SHARDED], marks=pytest.mark.zoo),
         ("aot_eager", "", [SHARDED]),
         # The backward is in the graph of the forward, which is left whole.
         ("aot_eager", "trace_autograd_ops", ["a gradient that is taken within a graph is not sharded"]),

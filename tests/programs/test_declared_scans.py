@@ -60,6 +60,7 @@ def operators_of(found: Verdict) -> set[str]:
     return {op_name(node) for node in found.graph.graph.nodes}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("p", [2, 3, 4])
 @pytest.mark.parametrize("first", [False, True], ids=["from zeros", "from a state that learns"])
 def test_states_travel_and_tokens_stay(p: int, first: bool) -> None:
@@ -75,6 +76,7 @@ def test_what_is_sent_does_not_grow_with_the_tokens() -> None:
     assert sent == [2 * 2 * H * (K * K + K * V) * 8 // 2] * 2  # (M, U) of each head and batch, to one other rank
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bounded", [False, True], ids=["affine", "not affine"])
 @pytest.mark.parametrize("p", [2, 3])
 def test_without_axes_the_ranks_run_one_after_the_other(p: int, bounded: bool) -> None:

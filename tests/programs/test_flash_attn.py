@@ -220,7 +220,7 @@ class Third(nn.Module):
 
 OF_THIRD = [
     (False, True, (-1, -1), THIRD, 2), (False, False, (3, 2), THIRD, 3), (True, True, (-1, -1), THIRD, 3),
-    (True, False, (3, 2), THIRD, 2), (True, True, (4, 0), HUB_THIRD, 2),
+    pytest.param(True, False, (3, 2), THIRD, 2, marks=pytest.mark.zoo), (True, True, (4, 0), HUB_THIRD, 2),
 ]  # fmt: skip
 X = {"x": torch.randn(1, 13, 8, dtype=torch.float64), "ends": torch.tensor([0, 4, 9, 13], dtype=torch.int32)}
 

@@ -21,6 +21,8 @@ GATHERED = {"xlstm": "slice_scatter", "minimax": "matmul"}
 def length(name: str, ragged: bool) -> int:
     if name in TOKEN_BY_TOKEN:
         return 23 if ragged else 24
+    if name == "minimax":  # of chunks of 16
+        return 60 if ragged else 64
     return (360 if ragged else 384) if name in CHUNKS_OF_64 else 90 if ragged else 96
 
 

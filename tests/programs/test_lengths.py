@@ -188,7 +188,7 @@ def merged(y):
     return y.transpose(1, 2).flatten(2)
 
 
-NORMAL = ((2, 3),)  # open sizes take Dynamo seconds where blocks are padded
+NORMAL = ((2, 4),)  # open sizes take Dynamo seconds where blocks are padded
 ORDERS = [(25, 40, 41, 44, 12), (40, 25, 28), (40, 41), (18, 30, 19, 37), (30, 18), (9, 1, 2, 12)]
 
 
@@ -235,7 +235,7 @@ class Picked(nn.Module):
         return y.index_select(2, rows), y[:, :, rows], y.gather(2, rows[None, None, :, None].expand(2, 1, -1, 4))
 
 
-@pytest.mark.parametrize("p", [2, 3])
+@pytest.mark.parametrize("p", [2, pytest.param(3, marks=pytest.mark.zoo)])
 def test_rows_may_be_picked_by_an_index_of_open_length(p):
     """A few rows of the sequence, each from the rank that has it."""
     calls = [(torch.randn(2, 1, n, 4).double(), torch.randperm(n)[: n // 4]) for n in (24, 32, 37)]

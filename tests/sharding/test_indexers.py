@@ -107,6 +107,7 @@ def whole_pairs(verdict: Verdict, n: int) -> list[str]:
     return [node.name for node in tensors if shape_of(node)[:1] == (B,) and shape_of(node)[-2:] == (n, n)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("p", "n"), [(2, 13), (3, 14)])
 @pytest.mark.parametrize("learned", [False, True])
 def test_the_indexer_is_on_shards_from_the_first_layer_on(p: int, n: int, learned: bool) -> None:

@@ -83,7 +83,7 @@ def test_what_does_not_part_alike_stays_a_loop() -> None:
     assert "a recurrence is no scan: a step is not affine in what it carries: tanh" in str(found.report.notes)
 
 
-@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("p", [2, pytest.param(4, marks=pytest.mark.zoo)])
 def test_an_affine_one_by_heads_where_that_was_asked_for(p: int) -> None:
     """Else by states. What is sent is told."""
     found = verdict(p, Cell("affine"), batch=1, tokens=16, strategy="ulysses")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.structure import parsed
+
 ROOT = Path(__file__).parents[2]
 DOOR = ROOT / "ringopt/torch_compat"
 PACKAGES = {"torch", "functorch", "torchgen"}
@@ -82,7 +84,7 @@ def root(node: ast.expr) -> str:
 
 def read_by_door() -> set[str]:
     """Names of attributes that stand for something of torch wherever they are read."""
-    trees = [ast.parse(path.read_text()) for path in DOOR.glob("*.py")]
+    trees = [parsed(path.read_text()) for path in DOOR.glob("*.py")]
     return {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
@@ -116,7 +118,7 @@ def docstrings(tree: ast.AST) -> set[int]:
 
 
 def test_nothing_private_of_torch_is_used_beside_the_door() -> None:
-    trees = {path: ast.parse(path.read_text()) for path in sources()}
+    trees = {path: parsed(path.read_text()) for path in sources()}
     own, of_torch = {name for tree in trees.values() for name in defined(tree)}, read_by_door()
     found = [
         f"{path.relative_to(ROOT)}:{line}: {name}"

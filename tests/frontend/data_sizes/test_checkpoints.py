@@ -39,7 +39,7 @@ def but_for_products(layer, x):
 class Layers(nn.Module):
     def __init__(self, go, through):
         super().__init__()
-        self.layers, self.through = nn.ModuleList([Experts(go), Experts(go)]), through
+        self.layers, self.through = nn.ModuleList([Experts(go)]), through
 
     def forward(self, x):
         for layer in self.layers:

@@ -89,7 +89,9 @@ def batch(rows=13):
 
 
 @pytest.mark.parametrize("p, layout", [(2, "zigzag"), pytest.param(3, "contiguous", marks=pytest.mark.zoo)])
-@pytest.mark.parametrize("go", SPELLINGS)
+@pytest.mark.parametrize(  # the first is run by real ranks
+    "go", [pytest.param(padded, marks=pytest.mark.zoo), *SPELLINGS[1:]]
+)
 def test_each_rank_works_on_its_own_tokens(go, p, layout):
     verdict = validate(p, Model(go).double(), *batch(), layout=layout)
     assert not verdict.wrong

@@ -21,7 +21,7 @@ def refusals(context):
     return [note for note in context.notes if "no scan" in note]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", AFFINE)
 def test_a_loop_is_one_scan_of_the_same_numbers(name):
     given = AFFINE[name]

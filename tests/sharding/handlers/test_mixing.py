@@ -15,16 +15,16 @@ WIDTH, ROWS = 8, 13
 
 
 class Layers(nn.Module):
-    """Two layers of `mix(q, k, v)`, each [B, S, D]."""
+    """Layers of `mix(q, k, v)`, each [B, S, D]."""
 
-    def __init__(self, mix):
+    def __init__(self, mix, depth=2):
         super().__init__()
         torch.manual_seed(0)
-        self.mix, self.qkv, self.out = mix, nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mix, self.depth, self.qkv, self.out = mix, depth, nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.double()
 
     def forward(self, x):
-        for _ in range(2):
+        for _ in range(self.depth):
             x = x + self.out(self.mix(*self.qkv(x).chunk(3, -1)))
         return x
 
@@ -106,7 +106,7 @@ def test_tokens_stay_on_shards(name, p):
 @pytest.mark.parametrize("mix", [min_gru, state, spectrum, operator])
 def test_lengths_that_are_open(mix):
     calls = [(given(rows),) for rows in (20, 13, 4)]
-    reports = run_over(Layers(mix), calls, 3, dynamic=True).reports
+    reports = run_over(Layers(mix, 1), calls, 3, dynamic=True).reports
     # (Beside batched products, fewer than two tokens a rank are compiled for themselves.)
     assert [report.sharded_fraction for report in reports] == [1.0] * (2 if mix in (state, operator) else 1)
 
@@ -117,13 +117,12 @@ class Residual(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.norm = nn.Conv2d(3, WIDTH, 7, stride=2, padding=3), nn.BatchNorm2d(WIDTH)
-        self.layers = nn.ModuleList(nn.Conv2d(WIDTH, WIDTH, 3, padding=1, bias=False) for _ in range(2))
-        self.last, self.norms = nn.Linear(WIDTH, 5), nn.ModuleList(nn.BatchNorm2d(WIDTH) for _ in range(2))
+        self.layer, self.inner = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, bias=False), nn.BatchNorm2d(WIDTH)
+        self.last = nn.Linear(WIDTH, 5)
 
     def forward(self, x):
         x = F.max_pool2d(F.relu(self.norm(self.first(x))), 3, stride=2, padding=1)
-        for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = F.relu(x + norm(layer(x)))
+        x = F.relu(x + self.inner(self.layer(x)))
         return self.last(F.adaptive_avg_pool2d(x, 1).flatten(1))
 
 
@@ -318,7 +317,7 @@ def test_convolutions_say_which_dim_is_shared(name, p):
     assert any("over whose rows products sum, windows move or layers run" in note for note in verdict.report.notes)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CONVOLVED)
 def test_pictures_of_other_sizes(name):
     """Where the compiler behind asks for the number of rows that a rank has, each size has a graph of its own."""
