@@ -77,8 +77,10 @@ def summed_rows(node: fx.Node) -> Iterator[Demand]:
     if rule is None or len(operands) != 2 or len(rule.summed) != 2:
         return
     for dims in zip(*rule.summed, strict=True):
-        left, right = (set(filter(is_row, origins(x, dim))) for x, dim in zip(operands, dims, strict=True))
-        yield from ((origin.node, origin.place) for origin in left & right if origin.place is not None)
+        left, right = (origins(x, dim) for x, dim in zip(operands, dims, strict=True))
+        if any(origin.kind == "features" for origin in left | right):
+            continue  # of a picture with positions: channels, though the positions are an input
+        yield from ((x.node, x.place) for x in left & right if is_row(x) and x.place is not None)
 
 
 def moved_rows(graph: fx.Graph) -> dict[fx.Node, Sharded]:

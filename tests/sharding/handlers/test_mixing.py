@@ -330,6 +330,23 @@ def test_fewer_rows_than_ranks_are_no_sequence():
     assert verdict.wrong == "" and verdict.report.sharded_fraction == 0.0
 
 
+class Compared(nn.Module):
+    """Pictures, as LoFTR compares them: a buffer has the channels that a product sums over, and rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.places = nn.Conv2d(3, 8, 3, padding=1), nn.Buffer(torch.randn(1, 8, 12, 9))
+
+    def forward(self, x):
+        pixels = (self.layer(x) + self.places).flatten(2).mT
+        return (scores := pixels @ pixels.flip(0).mT).softmax(1) * scores.softmax(2)
+
+
+def test_channels_that_are_added_to_are_no_tokens():
+    verdict = validate(2, Compared().double(), pictures((2, 3, 12, 9)))
+    assert verdict.wrong == "" and verdict.report.sharded_fraction == 1.0
+
+
 class Placed(nn.Module):
     """A parameter for each place is added to the tokens."""
 
