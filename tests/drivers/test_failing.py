@@ -22,6 +22,7 @@ from ringopt.passes.find_attention import FindAttention
 from ringopt.passes.lower import Lower
 from ringopt.passes.shard_sequence import ShardSequence
 from ringopt.report import Report
+from tests.harness.errors import worst_of
 from tests.harness.translation import captured
 
 
@@ -105,7 +106,7 @@ def call_over_lengths(step, alone: bool, when: str, option: str = "warn"):
             expected.sum().backward()
             found.sum().backward()
             pairs = [(expected, found), *zip(gradients(model), gradients(again), strict=True)]
-            error = max(error, *(float((a - b).abs().max()) for a, b in pairs))
+            error = worst_of(error, *(float((a - b).abs().max()) for a, b in pairs))
         notes = [(report.refusal or "", report.notes) for report in ringopt.reports()[before:]]
     return error, notes
 
@@ -167,7 +168,7 @@ def over_the_limit() -> tuple[float, list[str], int]:
     with torch._dynamo.config.patch(limits):
         compiled = torch.compile(model, backend="ring", dynamic=False, options={"inner_backend": "eager"})
         for n in (8, 12, 9, 20, 12, 31):
-            error = max(error, float((compiled(ids(n)) - model(ids(n))).abs().max()))
+            error = worst_of(error, float((compiled(ids(n)) - model(ids(n))).abs().max()))
     logging.getLogger("ringopt.drivers.compile").removeHandler(listener)
     return error, said, len(ringopt.reports()) - before
 
@@ -257,7 +258,7 @@ def pictures_of_two_sizes() -> tuple[float, list[tuple[str, ...]]]:
         found, expected = (
             [y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])] for y in (compiled(x), model(x))
         )
-        error = max(error, *(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)))
+        error = worst_of(error, *(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)))
     return error, [report.notes for report in ringopt.reports()[before:]]
 
 

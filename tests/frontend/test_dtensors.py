@@ -22,6 +22,7 @@ from ringopt.frontend.dtensors.local_graph import DTensorBoundary, with_local_te
 from ringopt.frontend.dtensors.other_meshes import why_not_across
 from ringopt.ir.refusal import GraphRefused
 from ringopt.torch_compat.distributed import AsyncCollectiveTensor
+from tests.harness.errors import worst_of
 
 WORDS, WIDTH, HEAD = 12, 8, 4
 
@@ -80,10 +81,10 @@ def errors(between: Any, lengths: list[int], inner: str) -> tuple[float, list[fl
         losses = [F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()) for model in (whole, net)]
         for loss in losses:
             loss.backward()
-        worst = max(worst, abs(losses[0].item() - losses[1].item()))
+        worst = worst_of(worst, abs(losses[0].item() - losses[1].item()))
         for expected, p in zip(whole.parameters(), net.parameters(), strict=True):
             found = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-            worst = max(worst, (found - expected.grad).abs().max().item())
+            worst = worst_of(worst, (found - expected.grad).abs().max().item())
     reports = ringopt.reports()[before:]
     gathered = sum(gather.bytes for report in reports for gather in report.gathers if gather.op != "output")
     return worst, [report.sharded_fraction for report in reports], gathered

@@ -6,13 +6,14 @@ Dropout is off: everything here is compared number by number with the same progr
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+from tests.harness.errors import worst_of
 
 VOCAB, WIDTH = 61, 32
 BATCH = 2
@@ -182,4 +183,4 @@ def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float
         float((a.double() - b.double()).abs().max()) / max(float(b.abs().max()), floor)
         for a, b in zip(found, expected, strict=True) if b.numel()
     ]  # fmt: skip
-    return math.inf if any(map(math.isnan, errors)) else max(errors, default=0.0)
+    return worst_of(0.0, *errors)

@@ -17,6 +17,7 @@ from ringopt.ir.printer import changes, short
 from ringopt.passes.find_flex import FindFlex
 from ringopt.passes.normalize import Normalize
 from tests.harness.capturing import after
+from tests.harness.errors import worst_of
 from tests.harness.lengths import run_over
 from tests.harness.translation import validate
 
@@ -288,9 +289,9 @@ def batch_after_batch():
         for now in (m, torch.zeros_like(m), m.flip(1)):
             words.copy_(now)
             blocks = tables(mod, batch=BATCH)
-            error = max(error, float((compiled(x, words, blocks) - model(x, words, blocks)).abs().max()))
+            error = worst_of(error, float((compiled(x, words, blocks) - model(x, words, blocks)).abs().max()))
         words.zero_()  # and the tables stay
-        error = max(error, float((compiled(x, words, blocks) - model(x, words, blocks)).abs().max()))
+        error = worst_of(error, float((compiled(x, words, blocks) - model(x, words, blocks)).abs().max()))
     return error, [report.refusal or "" for report in ringopt.reports()[before:]]
 
 

@@ -14,6 +14,7 @@ from torch.export import Dim, export
 from torch.func import functional_call
 
 import ringopt
+from tests.harness.errors import worst_of
 from tests.harness.lengths import run_over
 from tests.harness.translation import validate, values_and_gradients
 
@@ -191,7 +192,7 @@ def converted(program, lengths):
     made, apart = ringopt.convert(program).module(), 0.0
     for n in lengths:
         for found, expected in zip(made(*nothing_seen(n)), program.module()(*nothing_seen(n)), strict=True):
-            apart = max(apart, float((found.double() - expected.double()).abs().max()))
+            apart = worst_of(apart, float((found.double() - expected.double()).abs().max()))
     return apart
 
 

@@ -8,6 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import ringopt
+from tests.harness.errors import worst_of
 from tests.harness.models import difference
 from tests.sharding.programs import D, Model
 
@@ -98,4 +99,4 @@ def of_open_sizes():
 @pytest.mark.zoo
 def test_open_batch_and_rows_through_inductor(ranks):
     for errors, gathers in ranks(2, of_open_sizes, timeout=240):
-        assert max(errors) < 1e-9 and gathers == ["output"]
+        assert worst_of(*errors) < 1e-9 and gathers == ["output"]
