@@ -8,7 +8,8 @@
 
 So most mixtures of experts are written. Dynamo traces each branch as if it were taken
 (torch_compat/dynamo_branches.py). Here it is proved that one that is not taken has no rows, writes nothing without
-rows, and leaves everything of Python as it was. gradients.py keeps the gradient of what no branch used None.
+rows, and leaves everything of Python as it was, but for names of tensors, which are selected (selection.py).
+gradients.py keeps the gradient of what no branch used None.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from ringopt.torch_compat.pytree import tree_leaves
 from ringopt.torch_compat.schema import is_pointwise_name
 
 CASTS = frozenset(("to", "type", "type_as", "float", "double", "half", "bfloat16", "bool", "int", "long"))
-SUMS = frozenset(("sum", "any", "all", "zeros_like", "ones_like"))
+CHEAP = frozenset(("sum", "mean", "norm", "amax", "amin", "any", "all", "zeros_like", "ones_like"))
 # Where no gradient comes to the result, none comes to the operands, whatever these are.
 PASS_ZEROS = VIEWS | CASTS | {"sum", "masked_fill", "where", "add", "sub", "neg", "nan_to_num", "clamp"}
 OTHER = "has a name stand for another tensor after it"
@@ -68,7 +68,7 @@ def refuse_costly(node: fx.Node) -> None:
     if is_check(node) or holds_number(node):
         return
     picks = name == "getitem" and any(isinstance(x, fx.Node) for x in tree_leaves(node.args[1]))
-    if picks or not (name in VIEWS | CASTS | SUMS or is_pointwise_name(name)):
+    if picks or not (name in VIEWS | CASTS | CHEAP or is_pointwise_name(name)):
         raise NotPredicable(f"{OTHER}, and calls {name}")
 
 
