@@ -49,7 +49,7 @@ class Branch:
 
     ended: whether the program goes on behind it where it goes on without it.
     changes: which names and objects of Python are others behind it, "" for none; tensors of local names are `carried`
-        instead, each before and behind it."""
+        instead, each with what the name stood for before (None: nothing; of constants their text)."""
 
     condition: fx.Node | RowLoop
     when: bool | int
@@ -58,7 +58,7 @@ class Branch:
     nodes: list[fx.Node] = field(default_factory=list)
     ended: bool = False
     changes: str = ""
-    carried: list[tuple[fx.Node | None, fx.Node]] = field(default_factory=list)
+    carried: list[tuple[Any, fx.Node]] = field(default_factory=list)
 
 
 @dataclass
@@ -276,7 +276,7 @@ class Begun:
         branch.carried, branch.changes = self.before.other_in(behind)
         output = self.tx.output
         for old, _ in branch.carried if branch.ended else ():
-            if old is not None:  # which nothing else may read, as if the branch were always taken
+            if isinstance(old, fx.Node):  # which nothing else may read, as if the branch were always taken
                 output.create_proxy("call_function", decides, (fx.Proxy(old, output.current_tracer),), {})
 
 
@@ -296,9 +296,9 @@ class State:
             for var, found in tx.output.side_effects.store_attr_mutations.items()
         }
 
-    def other_in(self, later: State) -> tuple[list[tuple[fx.Node | None, fx.Node]], str]:
+    def other_in(self, later: State) -> tuple[list[tuple[Any, fx.Node]], str]:
         """The tensors of names that are others there, and what else is."""
-        carried, changes = list[tuple[fx.Node | None, fx.Node]](), list[str]()
+        carried, changes = list[tuple[Any, fx.Node]](), list[str]()
         for name in {*self.names, *later.names}:
             one, other = (node_or_value(each.names.get(name)) for each in (self, later))
             if one is not other and one != other:

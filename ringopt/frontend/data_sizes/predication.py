@@ -72,7 +72,7 @@ def predicated(
 def stand_for(branch: Branch, now: Callable[[fx.Node], fx.Node]) -> None:
     """Has it speak of the nodes that are in the graph."""
     branch.nodes = [now(node) for node in branch.nodes]
-    branch.carried = [(now(old) if old is not None else None, now(new)) for old, new in branch.carried]
+    branch.carried = [(now(old) if isinstance(old, fx.Node) else old, now(new)) for old, new in branch.carried]
     if isinstance(branch.condition, fx.Node):
         branch.condition = now(branch.condition)
 

@@ -11,6 +11,8 @@ computed where they are needed.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.fx as fx
 from torch import Tensor
@@ -45,21 +47,27 @@ def select_carried(branch: Predicated) -> None:
     pairs = [(old, selected.get(new, new)) for old, new in branch.branch.carried]
     branch.branch.carried = [(old, new) for old, new in pairs if branch.without_rows(new) is old]
     others = [pair for pair in pairs if pair not in branch.branch.carried]
+    made = dict[fx.Node, fx.Node]()
+    for old, new in others:
+        tensors = is_tensor_node(old) and is_tensor_node(new) and new in branch.inside
+        if not tensors or branch.truth is None or made.setdefault(new, old) is not old:
+            raise NotPredicable(OTHER)
     for old, new in pairs:
-        if old is not None and ((old, new) in others or memory(old) != memory(new)):
+        if (old, new) in others or memory(old) != memory(new):
             refuse_written_later(branch, old, new)
     if not others:
         return
     for node in branch.inside:
         refuse_costly(node)
-    made = dict[fx.Node, fx.Node]()
-    for old, new in others:
-        if old is None or branch.truth is None or new not in branch.inside or made.setdefault(new, old) is not old:
-            raise NotPredicable(OTHER)
     if any(plain_name(node) not in PASS_ZEROS and learns(node) for node in branch.inside):
         cut_gradients(branch)
     for new, old in made.items():
         selected[new] = select(branch, new, old)
+
+
+def is_tensor_node(x: Any) -> bool:
+    """Whether it is a node, of a tensor: before a branch a name may stand for anything."""
+    return isinstance(x, fx.Node) and isinstance(fake_value(x), Tensor)
 
 
 def refuse_costly(node: fx.Node) -> None:

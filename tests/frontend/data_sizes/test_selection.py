@@ -117,6 +117,20 @@ def gives_back_its_input(x):
     return x
 
 
+def was_a_number(x):
+    y = 1.0
+    if (x > 1).any():
+        y = x.sum()
+    return x * y
+
+
+def was_nothing(x):
+    y = None
+    if (x > 1).any():
+        y = x + 1
+    return x if y is None else y * 2
+
+
 @pytest.mark.parametrize(
     "program, why",
     [
@@ -126,6 +140,8 @@ def gives_back_its_input(x):
         (of_another_dtype, "of another shape, dtype or order of dims"),
         (is_written_later, "which is written later"),
         (is_filled_and_written_later, "which is written later"),
+        (was_a_number, "has a name stand for another tensor after it"),
+        (was_nothing, "has a name stand for another tensor after it"),
         (gives_back_its_input, "which is returned and may be an input"),
     ],
 )
