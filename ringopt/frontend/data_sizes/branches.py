@@ -172,8 +172,7 @@ class Predicated:
     # ---- that nothing is felt then ----
     def check(self) -> None:
         """Raises NotPredicable."""
-        inside = Counter(map(memory, self.nodes))
-        made = {key for key, number in inside.items() if number == self.program.memories[key]}
+        made = self.made_memories()
         carried = {new for _, new in self.branch.carried}
         for node in self.nodes:
             if self.owner[node] is self:
@@ -184,6 +183,11 @@ class Predicated:
         modes = Counter(plain_name(node) for node in self.nodes)
         if modes["_enter_autocast"] != modes["_exit_autocast"] or modes["_set_grad_enabled"] % 2:
             raise NotPredicable("changes autocast or grad mode")
+
+    def made_memories(self) -> set[Any]:
+        """Those that nothing before it and behind it has."""
+        inside = Counter(map(memory, self.nodes))
+        return {key for key, number in inside.items() if number == self.program.memories[key]}
 
     def is_behind(self, user: fx.Node) -> bool:
         """Whether the program reads there what the branch has made."""

@@ -14,7 +14,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from ringopt.frontend.data_sizes.branches import Predicated
-from ringopt.frontend.data_sizes.fake_values import fake_value
+from ringopt.frontend.data_sizes.fake_values import fake_value, memory
 from ringopt.torch_compat.autograd import never_compiled
 
 Conditions = Mapping[int, Sequence[int]]  # by input, which of the last outputs: one of them has to hold
@@ -38,14 +38,19 @@ def take_conditions(gm: fx.GraphModule, branches: Sequence[Predicated]) -> Condi
 
 
 def uses(x: fx.Node, branches: Sequence[Predicated]) -> list[Predicated]:
-    """The branches that use it, or what is made of it; none where anything else does."""
+    """The branches that use it, or what is made of it; none where anything else does, or where it is written: that has
+    to be done to the caller's own tensor."""
     value = fake_value(x)
     if not isinstance(value, Tensor) or not value.requires_grad or not branches:
         return []
+    if memory(x) in branches[0].program.written:
+        return []
     found, pending, owner = dict[Predicated, None](), [x], branches[0].owner
     while pending:
-        for user in pending.pop().users:
-            if user in owner:
+        node = pending.pop()
+        for user in node.users:
+            goes_on = user in owner and owner[user].adds_nothing(user) and user.args[0] is node  # taken or not
+            if user in owner and not goes_on:
                 found[owner[user]] = None
             elif user.op == "output":
                 return []

@@ -57,8 +57,11 @@ def select_carried(branch: Predicated) -> None:
             refuse_written_later(branch, old, new)
     if not others:
         return
+    made_here = branch.made_memories()
     for node in branch.inside:
         refuse_costly(node)
+        if {memory(x) for x in written_by(node)} - made_here:  # which `cut_gradients` would make a copy of
+            raise NotPredicable(f"{OTHER}, and writes to one from before it")
     if any(plain_name(node) not in PASS_ZEROS and learns(node) for node in branch.inside):
         cut_gradients(branch)
     for new, old in made.items():

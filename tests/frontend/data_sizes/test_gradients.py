@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn as nn
 
@@ -67,3 +68,32 @@ def test_an_optimizer_leaves_them_alone() -> None:
 def test_nothing_is_read_where_nothing_is_to_be_none() -> None:
     graph = torch.fx.symbolic_trace(lambda x: x + 1)
     assert take_conditions(graph, []) == {} and gradients_where_taken(graph, {}) is graph
+
+
+def capped(x: torch.Tensor, hot: torch.Tensor) -> torch.Tensor:
+    if hot.any():
+        x[hot] = 1.0
+    return hot * 1.0
+
+
+def filled(x: torch.Tensor, hot: torch.Tensor) -> torch.Tensor:
+    y = x.view(2, 2)
+    if hot.any():
+        y = y.masked_fill(hot, 1.0)
+    return y * 2
+
+
+@pytest.mark.parametrize("program", [capped, filled])
+def test_what_is_the_callers_own_or_goes_on_has_a_gradient_either_way(program: Any) -> None:
+    teach_dynamo()
+    torch._dynamo.reset()
+    found = []
+    for run in (torch.compile(program, backend=traces_sizes(lambda: True)(gated)), program):
+        for cut in (3.0, 9.0):
+            leaf = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
+            x = leaf * 2
+            y = run(x, leaf.detach() > cut)
+            found.append(torch.autograd.grad(x.square().sum() + y.sum(), leaf)[0])
+    assert len(found) == 4
+    for each, expected in zip(found[:2], found[2:], strict=True):
+        assert torch.equal(each, expected)

@@ -111,6 +111,14 @@ def is_filled_and_written_later(x):
     return y.sum() + z
 
 
+def writes_to_one_from_before(x):
+    y, z = x * 2, x * 3
+    if (x > 1).any():
+        z.masked_fill_(x > 0, 7.0)
+        y = z / x
+    return y + z
+
+
 def gives_back_its_input(x):
     if (x > 1).any():
         x = x + 1
@@ -140,6 +148,7 @@ def was_nothing(x):
         (of_another_dtype, "of another shape, dtype or order of dims"),
         (is_written_later, "which is written later"),
         (is_filled_and_written_later, "which is written later"),
+        (writes_to_one_from_before, "and writes to one from before it"),
         (was_a_number, "has a name stand for another tensor after it"),
         (was_nothing, "has a name stand for another tensor after it"),
         (gives_back_its_input, "which is returned and may be an input"),
