@@ -45,15 +45,17 @@ def select_carried(branch: Predicated) -> None:
     first. Raises NotPredicable."""
     selected = branch.program.selected
     pairs = [(old, selected.get(new, new)) for old, new in branch.branch.carried]
-    branch.branch.carried = [(old, new) for old, new in pairs if branch.without_rows(new) is old]
-    others = [pair for pair in pairs if pair not in branch.branch.carried]
+    if all(branch.without_rows(new) is old for old, new in pairs):
+        others = []
+    else:  # all: a gradient that goes on where the branch is not taken would be cut
+        others, branch.branch.carried = pairs, []
     made = dict[fx.Node, fx.Node]()
     for old, new in others:
         tensors = is_tensor_node(old) and is_tensor_node(new) and new in branch.inside
         if not tensors or branch.truth is None or made.setdefault(new, old) is not old:
             raise NotPredicable(OTHER)
     for old, new in pairs:
-        if (old, new) in others or memory(old) != memory(new):
+        if others or memory(old) != memory(new):
             refuse_written_later(branch, old, new)
     if not others:
         return
