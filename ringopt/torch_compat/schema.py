@@ -49,8 +49,9 @@ def is_pointwise_name(name: str) -> bool:
     """Whether a function or a method of that name ("mul", "__and__") computes each element from those in its place."""
     plain = name.strip("_")
     packet = getattr(torch.ops.aten, SPELT.get(plain, plain), None)
-    found = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
-    return any(torch.Tag.pointwise in operator.tags for operator in found)
+    if not isinstance(packet, OpOverloadPacket):  # `torch.ops.aten.name` is a text
+        return False
+    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
 
 
 def schema_or_none(target: Any) -> torch.FunctionSchema | None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.backends.debugging import aot_eager
 
 from ringopt.drivers.teach_dynamo import teach_dynamo
 from ringopt.frontend.data_sizes.assertions import Asserted, take_assertions
@@ -73,7 +72,7 @@ def outcome(run: Callable[..., Any], seed: int, call: int) -> list[Tensor]:
 def backend(gm: Any, inputs: Any) -> Any:
     asserted = take_assertions(gm)
     conditions = take_conditions(gm, trace_with_sizes(gm, 2))
-    run = gradients_where_taken(aot_eager(gm, inputs), conditions)
+    run = gradients_where_taken(torch._dynamo.lookup_backend("aot_eager")(gm, inputs), conditions)
     return Asserted(run, asserted) if asserted else run
 
 

@@ -100,4 +100,4 @@ def test_an_operator_is_found_behind_what_defines_it() -> None:
 
 def test_a_name_says_whether_elements_are_computed_one_by_one() -> None:
     assert all(map(is_pointwise_name, ("mul", "__and__", "truediv", "invert", "masked_fill", "nan_to_num", "isnan")))
-    assert not any(map(is_pointwise_name, ("softmax", "matmul", "sum", "bernoulli", "dropout", "no_operator", "op")))
+    assert not any(map(is_pointwise_name, ("softmax", "matmul", "sum", "bernoulli", "dropout", "no_operator", "name")))

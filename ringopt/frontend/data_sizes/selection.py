@@ -33,10 +33,10 @@ from ringopt.ir.symbolic_sizes import formula
 from ringopt.torch_compat.pytree import tree_leaves
 from ringopt.torch_compat.schema import is_pointwise_name
 
-CASTS = frozenset(("to", "type", "type_as", "float", "double", "half", "bfloat16", "bool", "int", "long"))
+CASTS = VIEWS | {"double", "half", "bfloat16", "bool", "int", "long"}  # some casts, of what has the dtype, are views
 CHEAP = frozenset(("sum", "mean", "norm", "amax", "amin", "any", "all", "zeros_like", "ones_like"))
 # Where no gradient comes to the result, none comes to the operands, whatever these are.
-PASS_ZEROS = VIEWS | CASTS | {"sum", "masked_fill", "where", "add", "sub", "neg", "nan_to_num", "clamp"}
+PASS_ZEROS = CASTS | {"sum", "masked_fill", "where", "add", "sub", "neg", "nan_to_num", "clamp"}
 OTHER = "has a name stand for another tensor after it"
 
 
@@ -45,20 +45,19 @@ def select_carried(branch: Predicated) -> None:
     first. Raises NotPredicable."""
     selected = branch.program.selected
     pairs = [(old, selected.get(new, new)) for old, new in branch.branch.carried]
-    if all(branch.without_rows(new) is old for old, new in pairs):
-        others = []
-    else:  # all: a gradient that goes on where the branch is not taken would be cut
-        others, branch.branch.carried = pairs, []
+    # All of them or none: a gradient that goes on where the branch is not taken would be cut.
+    selects = any(branch.without_rows(new) is not old for old, new in pairs)
     made = dict[fx.Node, fx.Node]()
-    for old, new in others:
+    for old, new in pairs if selects else ():
         tensors = is_tensor_node(old) and is_tensor_node(new) and new in branch.inside
         if not tensors or branch.truth is None or made.setdefault(new, old) is not old:
             raise NotPredicable(OTHER)
     for old, new in pairs:
-        if others or memory(old) != memory(new):
+        if selects or memory(old) != memory(new):
             refuse_written_later(branch, old, new)
-    if not others:
+    if not selects:
         return
+    branch.branch.carried = []
     made_here = branch.made_memories()
     for node in branch.inside:
         refuse_costly(node)
@@ -81,7 +80,7 @@ def refuse_costly(node: fx.Node) -> None:
     if is_check(node) or holds_number(node):
         return
     picks = name == "getitem" and any(isinstance(x, fx.Node) for x in tree_leaves(node.args[1]))
-    if picks or not (name in VIEWS | CASTS | CHEAP or is_pointwise_name(name)):
+    if picks or not (name in CASTS | CHEAP or is_pointwise_name(name)):
         raise NotPredicable(f"{OTHER}, and calls {name}")
 
 

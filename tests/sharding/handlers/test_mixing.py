@@ -375,10 +375,7 @@ def attended(q, k, v):
     return F.scaled_dot_product_attention(q, k, v.cumsum(1), is_causal=True)
 
 
-LEFT = {
-    "over features": lambda q, k, v: q * k.softmax(-1).cumsum(-1) + v,
-    "positions": positions,
-}
+LEFT = {"over features": lambda q, k, v: q * k.softmax(-1).cumsum(-1) + v, "positions": positions}
 
 
 @pytest.mark.parametrize("name", LEFT)
