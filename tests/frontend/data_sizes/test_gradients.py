@@ -83,7 +83,15 @@ def filled(x: torch.Tensor, hot: torch.Tensor) -> torch.Tensor:
     return y * 2
 
 
-@pytest.mark.parametrize("program", [capped, filled])
+def filled_and_divided_by(x: torch.Tensor, hot: torch.Tensor) -> torch.Tensor:
+    y, z = x.view(2, 2), x * 3
+    if hot.any():
+        y = y.masked_fill(hot, 1.0)
+        z = z / y.sum()
+    return y * 2 + z
+
+
+@pytest.mark.parametrize("program", [capped, filled, filled_and_divided_by])
 def test_what_is_the_callers_own_or_goes_on_has_a_gradient_either_way(program: Any) -> None:
     teach_dynamo()
     torch._dynamo.reset()
