@@ -5,9 +5,10 @@
         ->
     S, y = ringopt::scan([S0], [a, b, c with dim 1 in front], [], body)        body(S, a_t, b_t, c_t) = S', y_t
 
-Found are unrolled loops (ringopt/recognize/scans/loop.py), torch's scan (ringopt/frontend/higher_order/scan.py), and
-sums with decays between chunks (ringopt/recognize/scans/segment_sums.py). What of a step reads nothing that is carried
-is computed for all steps at once, before. Rewritten is a step that is proved to be affine in what it carries
+Found are unrolled loops (ringopt/recognize/scans/loop.py), torch's scan (ringopt/frontend/higher_order/scan.py), sums
+with decays between chunks (segment_sums.py beside loop.py), and trees of log(n) rounds (parallel_scan.py). What of a
+step reads nothing that is carried is computed for all steps at once, before. Complex numbers are pairs of real ones
+(ringopt/scans/real_parts.py). Rewritten is a step that is proved to be affine in what it carries
 (ringopt/scans/affine.py). Another recurrence (a tanh, a gate that reads the state) becomes a scan where ranks can share
 a batch or heads that know nothing of each other (ringopt/scans/independent.py); else it stays as it was, and the report
 says why and where. After: the size of the graph does not depend on the number of steps.
@@ -29,6 +30,7 @@ from ringopt.recognize.scans.emit import replace_loop, replace_operator
 from ringopt.recognize.scans.find import judged, loops
 from ringopt.recognize.scans.hoist import SplitStep, hoisted
 from ringopt.recognize.scans.loop import Loop
+from ringopt.recognize.scans.parallel_scan import ParallelScan, parallel_scan
 from ringopt.recognize.scans.recurrence import FoundRecurrence, NotRolled
 from ringopt.recognize.scans.segment_sums import SegmentSum, segment_sum
 from ringopt.rewrite import Facts, Rewrite
@@ -36,7 +38,8 @@ from ringopt.scans.affine import prove_affine
 from ringopt.scans.body import NoBody, to_text
 from ringopt.scans.gradient_paths import detach_what_no_gradient_comes_to
 from ringopt.scans.independent import independent_dims
-from ringopt.scans.trace import Kinds, of_complex_numbers
+from ringopt.scans.real_parts import has_complex, real_step
+from ringopt.scans.trace import Kinds
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,14 @@ class FindScan(Rewrite["Loop | fx.Node", Found]):
             return of_loop(subject)
         if is_scan_operator(subject):
             return of_operator(subject)
-        found = segment_sum(subject, facts.constants) if subject.users else None
-        return of_sum(found) if found is not None else None
+        if not subject.users:
+            return None
+        found = segment_sum(subject, facts.constants) or parallel_scan(subject, facts.constants)
+        return of_tree(found) if found is not None else None
 
     def check(self, found: Found, facts: Facts) -> Refusal | None:
         if isinstance(found.text, Refusal):
             return found.text
-        if of_complex_numbers(found.text, found.kinds):
-            return Refusal("its step has complex numbers")
         proof, mesh = prove_affine(found.text, found.kinds), facts.context.mesh
         if not isinstance(proof, Refusal) or found.any_step:
             return None
@@ -132,12 +135,14 @@ def of_operator(node: fx.Node) -> Found:
 def with_body(found: FoundRecurrence, parts: SplitStep, put: Callable[[fx.Graph, str], None]) -> Found:
     """With the text of what is left of a step."""
     try:
+        if has_complex(parts.core.graph):
+            parts = replace(parts, core=real_step(parts.core))
         text = to_text(parts.core, len(found.init), len(parts.xs), len(parts.consts))
     except NoBody as problem:
         return Found(found.steps, found.like, problem.refusal)
     return Found(found.steps, found.like, text, parts.kinds, lambda graph: put(graph, text))
 
 
-def of_sum(found: SegmentSum) -> Found:
-    """What a sum with decays is."""
-    return Found(found.steps, found.product.node, found.text, found.kinds, found.rewrite)
+def of_tree(found: SegmentSum | ParallelScan) -> Found:
+    """What a sum with decays is, or one in rounds."""
+    return Found(found.steps, found.node, found.text, found.kinds, found.rewrite)

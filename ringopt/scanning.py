@@ -13,6 +13,7 @@ ys = ringopt.unshard(ys, dim=0, length=STEPS)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,8 @@ from ringopt.ops import operators
 from ringopt.ops.kernel_scan import AffineState, KernelScan, OverRanks, Run
 from ringopt.scans.affine import AffineStep, prove_affine
 from ringopt.scans.body import NoBody, to_text
-from ringopt.scans.trace import Kinds, in_own_thread, kinds_of, kinds_out, of_complex_numbers
+from ringopt.scans.real_parts import in_real_numbers
+from ringopt.scans.trace import Kinds, OperandKind, in_own_thread, kinds_of, kinds_out
 from ringopt.torch_compat.fake_tensors import FakeTensorMode
 from ringopt.torch_compat.fx import make_fx
 
@@ -68,23 +70,24 @@ def scan(
     if not stacked or not carried or any(not x.dim() or x.shape[0] != stacked[0].shape[0] for x in stacked):
         shapes = [list(x.shape) for x in stacked]
         raise OptionError(f"scan: init and xs are a tensor or several, and xs have equally many rows, not {shapes}")
-    kinds, ranks = kinds_of(carried, stacked, consts), ranks_of(mesh, stacked[0])
-    text, single = traced(step, kinds, (init, xs, consts))
+    ranks, traced = ranks_of(mesh, stacked[0]), TracedStep.of(step, init, xs, consts)
+    carried, stacked, shared = ([pairs_of(x) for x in some] for some in (carried, stacked, consts))
     if ranks is None or ranks.size == 1:
-        found = operators.scan(carried, stacked, list(consts), text)
+        found = operators.scan(carried, stacked, shared, traced.text)
     else:
-        proof = prove_affine(text, kinds)
+        proof = prove_affine(traced.text, traced.kinds)
         if not isinstance(proof, AffineStep):
             raise OptionError(f"scan: over ranks {proof.sentence}. Unshard xs, and scan them on every rank")
-        steps = steps_of(ranks, layout, stacked[0].shape[0], [*carried, *stacked, *consts])
+        steps = steps_of(ranks, layout, stacked[0].shape[0], [*carried, *stacked, *shared])
         first, shared = (
-            [operators.copy_to_group(x, ranks.name) if x.requires_grad else x for x in parts]
-            for parts in (carried, consts)
+            [operators.copy_to_group(x, ranks.name) if x.requires_grad else x for x in some]
+            for some in (carried, shared)
         )
         segments = chunks_per_rank(layout) * ranks.size
-        found = operators.sharded_scan(first, stacked, shared, text, steps, segments, layout, True, ranks.name)
-    last, ys = found[: len(carried)], found[len(carried) : len(kinds_out(text, kinds))]
-    return (last[0] if isinstance(init, Tensor) else tuple(last)), (ys[0] if single else tuple(ys))
+        found = operators.sharded_scan(first, stacked, shared, traced.text, steps, segments, layout, True, ranks.name)
+    found = [as_given(x, kind) for x, kind in zip(found, traced.results, strict=False)]  # (more is for the backward)
+    last, ys = found[: len(carried)], found[len(carried) :]
+    return (last[0] if isinstance(init, Tensor) else tuple(last)), (ys[0] if traced.single else tuple(ys))
 
 
 def scan_kernel(
@@ -138,36 +141,55 @@ def several(given: Tensors) -> list[Tensor]:
     return [given] if isinstance(given, Tensor) else list(given)
 
 
-def traced(step: Step, kinds: Kinds, like: tuple[Tensors, Tensors, Sequence[Tensor]]) -> tuple[str, bool]:
-    """The text of the body, and whether y is a single tensor. Raises OptionError."""
-    init, xs, _consts = like
-    carries, rows, single = len(several(init)), len(several(xs)), False
+def pairs_of(x: Tensor) -> Tensor:
+    """Complex numbers as pairs, which scans take."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
-    def body(*given: Tensor) -> list[Tensor]:
-        nonlocal single
-        parts = given[:carries], given[carries : carries + rows]
-        carry, x = (part[0] if isinstance(one, Tensor) else part for one, part in zip((init, xs), parts, strict=True))
-        new, y = step(carry, x, *given[carries + rows :])
-        single = isinstance(y, Tensor)
-        if len(several(new)) != carries:
-            raise ValueError(f"it is given {carries} carries and returns {len(several(new))}")
-        return [*several(new), *several(y)]
 
-    def graph() -> torch.fx.GraphModule:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            operands = [kind.empty() for kind in kinds]
-            return make_fx(body, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*operands)
+def as_given(x: Tensor, kind: OperandKind) -> Tensor:
+    """The complex numbers that pairs are, where the step gives such."""
+    return torch.view_as_complex(x) if kind.dtype.is_complex else x
 
-    try:
-        text = to_text(in_own_thread(graph), carries, rows, len(kinds) - carries - rows)
-        in_complex = of_complex_numbers(text, kinds)
-    except NoBody as error:
-        raise OptionError(f"scan: {error}. Tensors from outside of the step are `consts`") from error
-    except Exception as error:  # of whatever kind: it is the user's function
-        raise OptionError(f"scan: the step cannot be traced: {type(error).__name__}: {first_line(error)}") from error
-    if in_complex:
-        raise OptionError("scan: complex numbers have no gradient: write the step with 2 x 2 rotations of real numbers")
-    return text, single
+
+@dataclass(frozen=True)
+class TracedStep:
+    """The text of a body in real numbers and the kinds of its operands; what the step itself gives, and whether y is a
+    single tensor."""
+
+    text: str
+    kinds: Kinds
+    results: Kinds
+    single: bool
+
+    @classmethod
+    def of(cls, step: Step, init: Tensors, xs: Tensors, consts: Sequence[Tensor]) -> TracedStep:
+        """Raises OptionError."""
+        kinds, carries, rows = kinds_of(several(init), several(xs), consts), len(several(init)), len(several(xs))
+        single = False
+
+        def body(*given: Tensor) -> list[Tensor]:
+            nonlocal single
+            both = zip((init, xs), (given[:carries], given[carries : carries + rows]), strict=True)
+            carry, x = (part[0] if isinstance(one, Tensor) else part for one, part in both)
+            new, y = step(carry, x, *given[carries + rows :])
+            single = isinstance(y, Tensor)
+            if len(several(new)) != carries:
+                raise ValueError(f"it is given {carries} carries and returns {len(several(new))}")
+            return [*several(new), *several(y)]
+
+        def graph() -> torch.fx.GraphModule:
+            with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+                operands = [kind.empty() for kind in kinds]
+                return make_fx(body, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*operands)
+
+        try:
+            text = to_text(in_own_thread(graph), carries, rows, len(kinds) - carries - rows)
+            return cls(*in_real_numbers(text, kinds), kinds_out(text, kinds), single)
+        except NoBody as error:
+            raise OptionError(f"scan: {error}. Tensors from outside of the step are `consts`") from error
+        except Exception as error:  # of whatever kind: it is the user's function
+            why = f"{type(error).__name__}: {first_line(error)}"
+            raise OptionError(f"scan: the step cannot be traced: {why}") from error
 
 
 def steps_of(ranks: Mesh, layout: str, rows: int, given: Sequence[Tensor]) -> int:

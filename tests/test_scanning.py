@@ -72,6 +72,37 @@ def test_one_tensor_of_each() -> None:
     torch.testing.assert_close([last, ys], [state, torch.stack(rows)])
 
 
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_complex_numbers(p: int) -> None:
+    """A linear recurrent unit (Orvieto et al. 2023): gradients too are complex where the operands are."""
+    init, rate = drawn(3) + 1j * drawn(3, seed=1), torch.polar(gates(3), drawn(3))
+    xs, c = drawn(STEPS, 3) * (1 + 0.5j), drawn(2, 3) + 1j * drawn(2, 3, seed=2)
+    leaves = [x.detach().requires_grad_() for x in (init, xs, rate, c)]
+
+    def turned(s: Tensor, x: Tensor, rate: Tensor, c: Tensor) -> Any:
+        new = rate * s + x
+        return new, ((c @ new).real, new.conj())
+
+    state, rows = leaves[0], []
+    for row in leaves[1].unbind(0):
+        state, ys = turned(state, row, *leaves[2:])
+        rows.append(ys)
+    wanted = outcome(pairs([state, *(torch.stack(ys) for ys in zip(*rows, strict=True))]), leaves)
+
+    def body(mesh: ThreadMesh) -> list[Tensor]:
+        own = [x.detach().clone().requires_grad_() for x in leaves]
+        last, ys = ringopt.scan(turned, own[0], ringopt.shard(own[1], 0, mesh=mesh), own[2:], mesh=mesh)
+        return outcome(pairs([last, *(ringopt.unshard(y, 0, length=STEPS, mesh=mesh) for y in ys)]), own)
+
+    for found in run_on_threads(p, body):
+        torch.testing.assert_close(pairs(found), pairs(wanted), rtol=1e-11, atol=1e-11)
+
+
+def pairs(found: list[Tensor]) -> list[Tensor]:
+    """Complex numbers as their parts."""
+    return [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in found]
+
+
 OUTSIDE = torch.ones(3, dtype=torch.float64)
 REFUSED = {
     "tanh of what a step carries": lambda s, x: ((s * x).tanh(), s),
@@ -79,7 +110,7 @@ REFUSED = {
     "random numbers": lambda s, x: (s + torch.rand_like(x), s),
     "the step cannot be traced": lambda s, x: (s if x.sum() > 0 else -s, s),
     "given 1 carries and returns 2": lambda s, x: ((s, x), s),
-    "write the step with 2 x 2 rotations": lambda s, x: (s + x, torch.complex(s, x)),
+    "abs of complex numbers": lambda s, x: (s + x, torch.complex(s, x).abs()),
     r"carry 0 is \[3\] float64 before a step and \[3\] float32": lambda s, x: ((s + x).float(), s),
 }
 

@@ -133,6 +133,12 @@ def quotient(part: LinearPart, node: fx.Node) -> fx.Node:
     return part.copy(node)
 
 
+def joined(part: LinearPart, node: fx.Node) -> fx.Node:
+    """cat, stack: zeros in the place of what the value is no part of."""
+    parts = [part.values[x] if x in part.dependent else part.zeros(part.values[x]) for x in node.args[0]]
+    return part.call(node.target, parts, *node.args[1:], like=node, **node.kwargs)
+
+
 def difference(part: LinearPart, node: fx.Node) -> fx.Node:
     """add, sub, rsub: the addends that the value is part of."""
     on, (first, second) = part.on(node), node.args[:2]
@@ -207,6 +213,7 @@ LINEAR: dict[str, PartRule] = {
     **dict.fromkeys(("mul", *families.MATRIX_PRODUCTS, "mv", "einsum"), in_one),
     **dict.fromkeys(("add", "sub", "rsub"), difference),
     **dict.fromkeys(("addmm", "baddbmm"), product_and_sum),
+    **dict.fromkeys(("cat", "stack"), joined),
     "div": quotient,
     "linear": layer,
     "where": choice,

@@ -112,11 +112,6 @@ def kinds_out(text: str, kinds: Kinds) -> Kinds:
     return tuple(OperandKind.of(out.meta["val"]) for out in sized(text, kinds).outputs)
 
 
-def of_complex_numbers(text: str, kinds: Kinds) -> bool:
-    """Whether a step is given such or returns such. Their gradients, and what is affine in them, are not known here."""
-    return any(kind.dtype.is_complex for kind in (*kinds, *kinds_out(text, kinds)))
-
-
 @lru_cache(maxsize=1024)
 def gradient_of(text: str, kinds: Kinds, wanted: tuple[int, ...], given: tuple[int, ...]) -> fx.GraphModule:
     """`(*inputs of the body, *gradients of its outputs `given`) -> gradients of the inputs `wanted``."""

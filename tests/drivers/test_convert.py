@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
 from torch.export import Dim, ExportedProgram, export
 from torch.utils.checkpoint import checkpoint
 
@@ -197,8 +198,22 @@ class Recurrent(nn.Module):
         return self.out(torch.stack(found, 1))  # type: ignore[no-any-return]
 
 
-def test_a_recurrence_is_shared_by_any_number_of_ranks(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
-    program = export(Recurrent().double(), (rows(17).double(),))
+class InRounds(Recurrent):
+    """The same, which torch.export writes as a tree over halves of the rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def combine(left: Any, right: Any) -> Any:
+            return left[0] * right[0], right[0] * left[1] + right[1]
+
+        gates = 0.9 + 0.1 * self.gate(x).sigmoid()
+        return self.out(associative_scan(combine, (gates, x), dim=1, combine_mode="generic")[1])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [Recurrent, InRounds])
+def test_a_recurrence_is_shared_by_any_number_of_ranks(
+    ranks: Callable[..., list[Any]], tmp_path: Path, kind: type[Recurrent]
+) -> None:
+    program = export(kind().double(), (rows(17).double(),))
     whole, after = program.module(), ringopt.convert(program)
     assert [node.target for node in after.graph.nodes].count(torch.ops.ringopt.sharded_scan.default) == 1
     wanted = run(lambda x: whole(x), whole, {"x": rows(17).double()})

@@ -105,6 +105,16 @@ def s5(x: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return torch.stack(out, 1)
 
 
+def lru(x: Tensor, rate: Tensor, angle: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """A linear recurrent unit (Orvieto et al. 2023): complex numbers, and the real part of what it reads of them."""
+    turn = torch.polar(rate.sigmoid(), angle)
+    state, out = torch.zeros(BATCH, 6, dtype=turn.dtype), []
+    for u in x.unbind(1):
+        state = turn * state + u.to(turn.dtype) @ torch.complex(b, -b)
+        out.append((state @ torch.complex(c, c * 0.5)).real)
+    return torch.stack(out, 1)
+
+
 def backwards(x: Tensor, f: Tensor) -> Tensor:
     """From the last token to the first."""
     state, out = torch.zeros_like(x[:, 0]), []
@@ -199,6 +209,7 @@ AFFINE = {
     "HGRN": Given(hgrn, (TOKENS,) * 3),
     "in place": Given(in_place, (TOKENS,) * 2),
     "S5": Given(s5, (TOKENS, (6,), (WIDTH, 6), (6, WIDTH))),
+    "LRU": Given(lru, (TOKENS, (6,), (6,), (WIDTH, 6), (6, WIDTH))),
     "backwards": Given(backwards, (TOKENS,) * 2),
     "begun by the first": Given(begun_by_the_first, (TOKENS,) * 2),
     "Mamba": Given(mamba, (TOKENS, TOKENS, (WIDTH, 5), (BATCH, ROWS, 5), (BATCH, ROWS, 5))),

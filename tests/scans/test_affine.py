@@ -78,6 +78,8 @@ AFFINE = {
     "less what it takes": (
         lambda: one(lambda s, a, x: (torch.rsub(s, x, alpha=0.5) - torch.sub(x, s, alpha=1.25),), 3), ["free"],
     ),
+    "stacked": (lambda: one(lambda s, a, x: (torch.stack([s[:, 0] * 0.9, x[:, 1]], -1),), 3, 2), ["point mixed"]),
+    "joined": (lambda: one(lambda s, a, x: (torch.cat([s[:, :2] * 0.9, x[:, :2]], 1),), 3, 4), ["point mixed"]),
     "masked": (lambda: one(lambda s, a, x: ((s * a).masked_fill(x > 1, 2.0) + x,), 3), ["point"]),
 }  # fmt: skip
 

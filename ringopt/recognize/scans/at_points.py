@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,21 +17,20 @@ NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 def evaluated(
     nodes: Sequence[fx.Node],
-    source: fx.Node,
-    x: Tensor,
+    given: Mapping[fx.Node, Tensor],
     constants: Constants,
     arguments: Callable[[fx.Node], tuple[Any, Any]] = lambda node: (node.args, node.kwargs),
 ) -> list[Tensor] | None:
-    """Of `nodes`, in float64 on the CPU, where `source` is `x`; None where one cannot be computed. `arguments` of a
-    node are those that it is computed with."""
+    """Of `nodes`, in float64 on the CPU, where some values are `given`; None where one cannot be computed. `arguments`
+    of a node are those that it is computed with."""
     needed, stack = set[fx.Node](), list(nodes)
     while stack:
         each = stack.pop()
-        if each not in needed and each is not source:
+        if each not in needed and each not in given:
             needed.add(each)
             stack += [] if each in constants else each.all_input_nodes
-    made: dict[fx.Node, Any] = {source: x}
-    for each in source.graph.nodes:
+    made: dict[fx.Node, Any] = dict(given)
+    for each in nodes[0].graph.nodes:
         if each not in needed:
             continue
         if each in constants:

@@ -16,6 +16,7 @@ from ringopt.recognize.scans.hoist import SplitStep
 from ringopt.recognize.scans.recurrence import FoundRecurrence
 from ringopt.recognize.scans.roll import Rolled
 from ringopt.scans.call import ScanCall
+from ringopt.scans.real_parts import is_complex
 
 aten = torch.ops.aten
 FILLS = ("zeros", "ones", "empty", "full", "zeros_like", "ones_like", "empty_like", "full_like")
@@ -36,10 +37,28 @@ def emit_scan(
             batch.stacked.add(node)
     for node in parts.before:
         batch.add(node)
-    scan = ScanCall(found.init, [batch.spread(x) for x in parts.xs], [batch.made[x] for x in parts.consts], text)
-    finals, stacked = scan.emit(graph, found.like)
-    of_scan = dict(zip(parts.ys, stacked, strict=True))
+    init, rows, shared = (
+        [as_pairs(graph, x) for x in some]
+        for some in (found.init, [batch.spread(x) for x in parts.xs], [batch.made[x] for x in parts.consts])
+    )
+    finals, stacked = ScanCall(init, rows, shared, text).emit(graph, found.like)
+    finals = [as_whole(graph, new, old) for new, old in zip(finals, found.outputs[0], strict=True)]
+    of_scan = {y: as_whole(graph, new, y) for y, new in zip(parts.ys, stacked, strict=True)}
     return finals, [of_scan[y] if y in of_scan else batch.spread(y) for y in found.outputs[1]]
+
+
+def as_pairs(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    """Complex numbers as pairs, which scans take."""
+    if not is_complex(x):
+        return x
+    if value_of(x).is_conj():
+        x = emit(graph, aten.resolve_conj.default, (x,), x)
+    return emit(graph, aten.view_as_real.default, (x,), x)
+
+
+def as_whole(graph: fx.Graph, new: fx.Node, old: fx.Node) -> fx.Node:
+    """The complex numbers that pairs are, where a step gives such as `old`."""
+    return emit(graph, aten.view_as_complex.default, (new,), new) if is_complex(old) else new
 
 
 def replace_loop(graph: fx.Graph, rolled: Rolled, parts: SplitStep, text: str) -> None:

@@ -55,6 +55,11 @@ class SegmentSum:
     order: tuple[str, ...]
 
     @property
+    def node(self) -> fx.Node:
+        """For the line in the program."""
+        return self.product.node
+
+    @property
     def steps(self) -> int:
         return int(shape_of(self.source)[self.along]) - (self.before is not None)
 
@@ -215,7 +220,7 @@ def proved(
     with unset_fake_temporarily(), torch.no_grad():
         for scale in SCALES if mapped else ():
             x = torch.randn(given, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * scale
-            found = evaluated([matrix], source, x, constants)
+            found = evaluated([matrix], {source: x}, constants)
             mapped = [how for how in mapped if found is not None and agrees(found[0], c, z, x, *how)]
     return mapped[0] if mapped else None
 

@@ -174,6 +174,6 @@ def at_a_point(node: fx.Node, found: Sequence[fx.Node], constants: Constants) ->
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(*few, rows, rows, dtype=torch.float64, generator=generator) / rows**0.5
         try:
-            return evaluated([*found, node], found[-1], x, constants, arguments)
+            return evaluated([*found, node], {found[-1]: x}, constants, arguments)
         except (RuntimeError, IndexError, TypeError):  # an op that goes by the size of the batch
             return None
