@@ -32,7 +32,7 @@ from ringopt.options import KernelName, LayoutName, Shard, SiteOptions, Strategy
 from ringopt.pipeline import Context, Pass
 from ringopt.recognize.row_pairs import NO_SITE, Pairs, pairs_in
 from ringopt.scans.call import is_scan
-from ringopt.sharding.behind_breaks import worth_cutting
+from ringopt.sharding.behind_breaks import reach_products, worth_cutting
 from ringopt.sharding.grains import with_grains
 from ringopt.sharding.handlers.mixing import mixed_rows, note_of_mixing
 from ringopt.sharding.handlers.pairs import enough_queries
@@ -71,8 +71,9 @@ class ChooseStrategy(Pass):
         context.cuts = worth_cutting(gm.graph, context.cuts, context.layouts, ranks := looked_at(context.mesh))
         if self.shard == "model":
             context.scans = scan_sites(gm.graph, context.mesh, context.layouts, self.strategy, context.carries)
-            if not context.shards:
-                context.mixed = mixed_rows(gm.graph, context.layouts, ranks, bool(context.sites or context.scans))
+            if not context.mixes_rows and not reach_products(gm.graph, context.cuts):
+                found = mixed_rows(gm.graph, context.layouts, ranks, bool(context.sites or context.scans))
+                context.mixed = {x: at for x, at in found.items() if x not in context.cuts}
                 context.notes += note_of_mixing(context.mixed)
         for node, info in sites.items():
             info.notes += [why] if why else []
@@ -88,8 +89,7 @@ def pairs_of(graph: fx.Graph, context: Context) -> dict[fx.Node, Pairs]:
     layouts, size = context.layouts, context.mesh.size
     found = {node: pairs for node, pairs in pairs_in(graph).items() if enough_queries(pairs, layouts, size)}
     where = [f"{op_name(node)} {list(shape_of(node))} ({source_line(node)})" for node in found]
-    if where:
-        context.notes.append(f"pairs of {', '.join(where)} {NO_SITE}")
+    context.notes += [f"pairs of {', '.join(where)} {NO_SITE}"] if where else []
     context.weights = {node.name: dims for pairs in found.values() for node, dims in pairs.weights.items()}
     return found
 

@@ -97,8 +97,13 @@ class Context:
     @property
     def shards(self) -> bool:
         """Whether something of the graph is to be spread over the ranks."""
+        return self.mixes_rows or bool(self.cuts or self.mixed)
+
+    @property
+    def mixes_rows(self) -> bool:
+        """Whether something in the graph is shared among ranks that hold rows, or rows come into it."""
         found = (*self.sites.values(), *self.scans.values())
-        return bool(self.given or self.pairs or self.cuts or self.mixed) or any(info.refusal is None for info in found)
+        return bool(self.given or self.pairs) or any(info.refusal is None for info in found)
 
     def sort_sites(self, graph: fx.Graph) -> None:
         """Puts sites into the order of the program."""

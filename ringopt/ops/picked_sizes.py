@@ -14,24 +14,33 @@ from torch import Tensor
 
 from ringopt.dims.op_families import SPLITS
 from ringopt.dims.searches import ITEMS, is_search, sized_by
+from ringopt.errors import first_line
 from ringopt.ir.nodes import named, op_name
 from ringopt.ops.sized_call import Open
 from ringopt.scans.body import from_text
 from ringopt.scans.trace import in_own_thread
-from ringopt.torch_compat.fake_tensors import FakeTensorMode
+from ringopt.torch_compat.fake_tensors import FakeTensorMode, without_error_log
 
 Kind = tuple[tuple[int, ...], torch.dtype]
 
 
-@lru_cache(maxsize=256)
 def picked_evenly(text: str, operands: tuple[Kind, ...]) -> fx.Graph:
     """The body with the value of every node. Raises Open."""
+    found = _picked_evenly(text, operands)
+    if isinstance(found, str):
+        raise Open(found)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _picked_evenly(text: str, operands: tuple[Kind, ...]) -> fx.Graph | str:
+    """Or why there is none."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(from_text(text).module.graph, {}))
     run = Evenly(fx.GraphModule({}, graph))
 
     def twice() -> None:
-        with FakeTensorMode(), torch.no_grad():
+        with FakeTensorMode(), torch.no_grad(), without_error_log():
             for _ in range(2):  # the first counts the masks
                 run.run(*(torch.empty(shape, dtype=dtype) for shape, dtype in operands))
                 run.share = len(run.masks)
@@ -39,7 +48,7 @@ def picked_evenly(text: str, operands: tuple[Kind, ...]) -> fx.Graph:
     try:
         in_own_thread(twice)
     except RuntimeError as error:  # what is picked by several has to be as much as what others pick
-        raise Open(f"what a mask picks: {error}") from error
+        return f"what the data pick: {first_line(error)}"
     return graph
 
 

@@ -45,6 +45,18 @@ def worth_cutting(
     return {node: at for node, at in cuts.items() if node not in kept and node in worked and enough[at]}
 
 
+def reach_products(graph: fx.Graph, cuts: Mapping[fx.Node, Sharded]) -> bool:
+    """Whether a product reads rows of an input where they are cut. What is sampled by one of another number, and the
+    places to sample at, lead no rows to it."""
+    for node in graph.nodes:
+        rule, operands = (rule_of(node), list(tensor_args(node))) if op_name(node) in WEIGHTY else (None, [])
+        for x, dims in zip(operands, rule.operands if rule is not None else (), strict=False):
+            found = {origin for dim in dims.values() for origin in origins(x, dim)}
+            if any(origin.node in cuts and origin.place == cuts[origin.node] for origin in found):
+                return True
+    return False
+
+
 def kept_rows(graph: fx.Graph, ranks: int) -> dict[fx.Node, Sharded]:
     """Each input of a graph whose layers work row by row, as parts of a model between graph breaks do: in the innermost
     of the dims that they keep and that give every rank EVEN rows, or else in the longest. None where an operator of

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +29,7 @@ __all__ = [
     "enable_python_dispatcher",
     "open_strides_undecided",
     "unset_fake_temporarily",
+    "without_error_log",
 ]
 
 # FakeTensorMode(allow_non_fake_inputs=, shape_env=): under it operators give fakes; from_tensor(x, static_shapes=)
@@ -58,3 +61,18 @@ def open_strides_undecided() -> Iterator[None]:
         yield
     finally:
         module.are_strides_like_channels_last_or_false = decide
+
+
+@contextmanager
+def without_error_log() -> Iterator[None]:
+    """Within it a fake tensor's error is raised as ever, and not written to the log beside, in this thread."""
+    logger, here = logging.getLogger(FakeTensorMode.__module__), threading.get_ident()
+
+    def of_other_threads(record: logging.LogRecord) -> bool:
+        return record.thread != here
+
+    logger.addFilter(of_other_threads)
+    try:
+        yield
+    finally:
+        logger.removeFilter(of_other_threads)

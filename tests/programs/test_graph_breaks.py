@@ -100,6 +100,35 @@ def test_behind_a_break_values_that_were_rows_are_cut_again(ranks):
         assert any("cut here again" in note for note in reports[1].notes)
 
 
+class Sampled(nn.Module):
+    """Deformable attention behind a break: rows that were cut end where a picture is sampled, and the layers work on
+    those of an input."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.values, self.places, self.last = nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(8, 8)
+
+    def forward(self, x):
+        values, places = self.values(x), self.places(x)
+        torch._dynamo.graph_break()
+        picture = values.mT.unflatten(-1, (2, -1))
+        return self.last(x + F.grid_sample(picture, places[:, :, None], align_corners=False).squeeze(-1).mT)
+
+
+def sampled_on_rank():
+    torch._dynamo.reset()
+    model, before = Sampled(), len(ringopt.reports())
+    compiled, x = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"}), torch.randn(2, 20, 8)
+    found, expected = run(compiled, model, {"x": x}), run(model, model, {"x": x})
+    return difference(found, expected), [report.sharded_fraction for report in ringopt.reports()[before:]]
+
+
+def test_rows_that_reach_no_product_behind_a_break_leave_it_to_the_layers(ranks):
+    for error, shares in ranks(2, sampled_on_rank):
+        assert error < 1e-5 and shares == [1.0, 1.0]
+
+
 def test_a_graph_that_would_gain_nothing_behind_a_break_cuts_nothing():
     """No products, or memory that is the program's: what is returned would be gathered for nothing."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from ringopt.torch_compat.fake_tensors import (
     enable_python_dispatcher,
     open_strides_undecided,
     unset_fake_temporarily,
+    without_error_log,
 )
 from ringopt.torch_compat.symbolic_shapes import ShapeEnv
 from ringopt.torch_compat.tracing import TracingContext, tracing
@@ -94,3 +97,26 @@ def test_how_an_open_size_among_ones_lies_in_memory_is_left_open() -> None:
         size = torch.ones((), dtype=torch.int64).item()
         x = torch.ones(2, 1, size, 1)  # type: ignore[arg-type]
         assert (-x).stride()[-1] == 1 and x.fake_mode is mode  # type: ignore[attr-defined]
+
+
+def test_an_error_that_is_told_is_not_in_the_log_too() -> None:
+    told = list[logging.LogRecord]()
+    logger, handler = logging.getLogger(FakeTensorMode.__module__), logging.Handler()
+    handler.emit = told.append  # type: ignore[method-assign]
+
+    def fails() -> None:
+        with FakeTensorMode() as mode, pytest.raises(RuntimeError):
+            torch.ops.aten.split_with_sizes(mode.from_tensor(torch.ones(4)), [1, 1])
+
+    logger.addHandler(handler)
+    try:
+        with without_error_log():
+            fails()
+            assert told == []
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(fails).result()  # of another thread
+            assert len(told) == 1
+        fails()
+        assert len(told) == 2
+    finally:
+        logger.removeHandler(handler)

@@ -196,7 +196,7 @@ def unforetold(m, x, weights, chosen):
 def test_beside_numbers_that_nothing_foretells_attention_is_sharded(ranks):
     for error, reports in ranks(2, on_rank, unforetold, "aot_eager"):
         assert error < 1e-10 and [share for share, _ in reports] == [1, 1]
-        assert "is not counted: its sizes follow from what a mask picks: aten._unique2" in str(reports)
+        assert "is not counted: its sizes follow from what the data pick: aten._unique2" in str(reports)
 
 
 def left_to_python(m, x, weights, chosen):
