@@ -23,8 +23,8 @@ from ringopt.torch_compat.operators import TO_COPY
 
 aten = torch.ops.aten
 
-VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "squeeze", *families.PERMUTATIONS, *families.SLICES,
-         *families.COPIES, "expand", "unsqueeze", "select", "sum", "mean", "neg")  # fmt: skip
+EACH_PART = (*families.RESHAPES, *families.PERMUTATIONS, *families.SLICES, *families.COPIES, "expand", "unsqueeze",
+             "select", "sum", "mean", "neg")  # fmt: skip
 
 
 class Pair(NamedTuple):
@@ -94,7 +94,9 @@ class RealStep:
 
     def whole(self, found: Pair, node: fx.Node) -> Pair:
         """With an imaginary part, and both parts of the shape of `node`, which one operand alone may have given."""
-        im = found.im if found.im is not None else self.call(aten.zeros_like.default, found.re)
+        im, how = found.im, {"dtype": value_of(node).real.dtype}
+        if not isinstance(im, fx.Node):
+            im = self.call(aten.full_like.default, found.re, im or 0, **how)
         given = [x for x in node.args[:3] if is_tensor(x)]
         if op_name(node) in ("add", "sub", "rsub", "where") and any(shape_of(x) != shape_of(node) for x in given):
             return Pair(*(self.call(aten.expand.default, part, list(shape_of(node))) for part in (found.re, im)))
@@ -165,7 +167,6 @@ def einsum(step: RealStep, node: fx.Node) -> Pair:
     equation, operands = node.args[:2]
     if len(operands) != 2:
         raise NoBody(f"einsum of {len(operands)} operands of complex numbers", node)
-
     x, y = map(step.parts, operands)
     return step.product(x, y, lambda a, b: None if a is None or b is None else step.call(node.target, equation, [a, b]))
 
@@ -173,11 +174,11 @@ def einsum(step: RealStep, node: fx.Node) -> Pair:
 def total(step: RealStep, node: fx.Node) -> Pair:
     """add, sub, rsub."""
     first, second = map(step.parts, node.args[:2])
+    if op_name(node) == "rsub":
+        first, second = second, first
     alpha, sign = argument(node, 2, "alpha", 1), 1 if op_name(node) == "add" else -1
     if alpha != 1:
         second = step.product(second, step.parts(alpha), step.times)
-    if op_name(node) == "rsub":
-        first, second = second, first
     return Pair(*(step.plus(x, y, sign) for x, y in zip(first, second, strict=True)))
 
 
@@ -242,7 +243,7 @@ def paired(step: RealStep, node: fx.Node) -> Pair:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(VIEWS, each_part),
+    **dict.fromkeys(EACH_PART, each_part),
     **dict.fromkeys(families.MATRIX_PRODUCTS, matrix_product),
     **dict.fromkeys(("add", "sub", "rsub"), total),
     **dict.fromkeys(families.CASTS, cast),

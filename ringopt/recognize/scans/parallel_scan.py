@@ -12,6 +12,7 @@ at points drawn at random are the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -23,7 +24,7 @@ from ringopt.dims.op_families import COPIES, PADS, PERMUTATIONS, RESHAPES, SLICE
 from ringopt.ir.constants import Constants
 from ringopt.ir.nodes import eliminate_dead_code, emit, is_tensor, named, op_name, shape_of, value_of
 from ringopt.ir.symbolic_sizes import is_open
-from ringopt.recognize.scans.at_points import evaluated
+from ringopt.recognize.scans.at_points import NotAlike, at_few, evaluated, few
 from ringopt.recognize.scans.emit import as_pairs, as_whole, laid_out
 from ringopt.recognize.scans.segment_sums import body
 from ringopt.scans.call import ScanCall
@@ -35,10 +36,10 @@ aten = torch.ops.aten
 
 JOINS = ("cat", "stack", "select_scatter", "slice_scatter", *PADS)
 POLYNOMIAL = frozenset({
-    "add", "sub", "mul", "neg", "flip", "select", "unsqueeze", "expand", *JOINS, *COPIES, *PERMUTATIONS, *RESHAPES,
-    *SLICES,
+    "add", "sub", "mul", "neg", "flip", "select", "unsqueeze", "expand", "zeros_like", "ones_like", *JOINS, *COPIES,
+    *PERMUTATIONS, *RESHAPES, *SLICES,
 })  # fmt: skip
-LARGEST = 1 << 26  # numbers of h that are looked at
+SMALL = 1 << 20  # numbers of h that are all looked at
 FEWEST = 4  # rows
 
 
@@ -101,7 +102,7 @@ def parallel_scan(node: fx.Node, constants: Constants) -> ParallelScan | None:
     """The tree that `node` is added in."""
     for decay, dim in factors(node).items():
         rows = shape_of(node)[dim]
-        if any(map(is_open, (*shape_of(node), *shape_of(decay)))) or rows < FEWEST or prod(shape_of(node)) > LARGEST:
+        if any(map(is_open, (*shape_of(node), *shape_of(decay)))) or rows < FEWEST:
             continue
         found = made_of(decay, node, constants)
         if sum(op_name(each) in JOINS for each in found) < (rows - 1).bit_length():
@@ -115,14 +116,23 @@ def parallel_scan(node: fx.Node, constants: Constants) -> ParallelScan | None:
 def factors(node: fx.Node) -> dict[fx.Node, int]:
     """Other values whose rows are multiplied with rows of `node`, and along which dim, counted from the last."""
     found = dict[fx.Node, int]()
-    for part in node.users if is_tensor(node) and has_fractions(node) else ():
-        for product in part.users if op_name(part) in SLICES else ():
-            others = [x for x in product.all_input_nodes if x is not part and op_name(x) in SLICES]
-            for other in others if op_name(product) == "mul" else ():
-                decay, dim = other.args[0], sliced_dim(part)
-                if decay is not node and sliced_dim(other) == dim and spread(shape_of(decay), shape_of(node), dim):
+    for part, dim in moved(node) if is_tensor(node) and has_fractions(node) else ():
+        for product in part.users:
+            for other in product.all_input_nodes if op_name(product) == "mul" else ():
+                decay = other.args[0] if op_name(other) in SLICES else other
+                if decay is not node and other is not part and spread(shape_of(decay), shape_of(node), dim):
                     found.setdefault(decay, dim)
     return found
+
+
+def moved(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
+    """Values that have rows of `node` in other places, and along which dim."""
+    for part in node.users:
+        if op_name(part) in SLICES:
+            yield part, sliced_dim(part)
+            yield from ((join, sliced_dim(part)) for join in part.users if op_name(join) in ("cat", *PADS))
+        elif op_name(part) in PADS:
+            yield from ((rows, sliced_dim(rows)) for rows in part.users if op_name(rows) in SLICES)
 
 
 def has_fractions(node: fx.Node) -> bool:
@@ -156,14 +166,23 @@ def made_of(decay: fx.Node, added: fx.Node, constants: Constants) -> list[fx.Nod
 def proved(
     decay: fx.Node, added: fx.Node, dim: int, nodes: list[fx.Node], constants: Constants
 ) -> tuple[fx.Node, ...]:
-    """Those of `nodes` that are h. What is multiplied over all rows stays about 1, so that no row is lost in noise."""
+    """Those of `nodes` that are h: at two of the elements beside the rows, or at all, where a tensor is small. What is
+    multiplied over all rows stays about 1, so that no row is lost in noise."""
     rows = shape_of(added)[dim]
+    dice = torch.Generator().manual_seed(0)
     with unset_fake_temporarily(), torch.no_grad():
-        dice = torch.Generator().manual_seed(0)
-        a, b = (torch.randn(shape_of(x), dtype=_wide(x), generator=dice) for x in (decay, added))
-        a = a.sgn() * ((a.abs() - 1) / rows**0.5).exp()
-        found, h = evaluated(nodes, {decay: a, added: b}, constants) or [], in_order(a, b, dim)
-        return tuple(node for node, x in zip(nodes, found, strict=False) if torch.allclose(x, h, 1e-9, 1e-9))
+        for sizes, arguments in ((few, at_few), (lambda shape, _: shape, lambda node, _: (node.args, node.kwargs))):
+            a, b = (torch.randn(sizes(shape_of(x), dim), dtype=_wide(x), generator=dice) for x in (decay, added))
+            a = a.sgn() * ((a.abs() - 1) / rows**0.5).exp()
+            try:
+                found = evaluated(nodes, {decay: a, added: b}, constants, arguments)
+            except (NotAlike, RuntimeError):  # of sizes that do not fit: a constant has all elements
+                if prod(shape_of(added)) > SMALL:
+                    break
+                continue
+            h = in_order(a, b, dim)
+            return tuple(node for node, x in zip(nodes, found or (), strict=False) if torch.allclose(x, h, 1e-9, 1e-9))
+    return ()
 
 
 def in_order(a: Tensor, b: Tensor, dim: int) -> Tensor:

@@ -167,7 +167,7 @@ def at_a_point(node: fx.Node, found: Sequence[fx.Node], constants: Constants) ->
         numbers = all(isinstance(size, (int, torch.SymInt)) for size in sizes)
         return [*few, *each[len(batch) :]] if numbers and alike(sizes, batch) else each
 
-    def arguments(each: fx.Node) -> tuple[Any, Any]:
+    def arguments(each: fx.Node, _: Any) -> tuple[Any, Any]:
         return tuple(map(resized, each.args)), {key: resized(value) for key, value in each.kwargs.items()}
 
     with unset_fake_temporarily(), torch.no_grad():

@@ -6,11 +6,13 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
 from ringopt.ir.printer import short
 from ringopt.passes.find_scan import FindScan
 from ringopt.passes.normalize import Normalize
+from ringopt.recognize.scans import parallel_scan
 from tests.harness.capturing import after, ops, results
 from tests.harness.translation import validate
 
@@ -52,6 +54,16 @@ def in_rounds(a, b):
     return doubling(a.sigmoid(), b).sin()
 
 
+def padded(a, b):
+    """Rows before the first are zeros."""
+    a, far = a.sigmoid(), 1
+    while far < b.shape[1]:
+        b = b + a * F.pad(b, (0, 0, far, 0))[:, :-far]
+        a = a * F.pad(a[:, :-far], (0, 0, far, 0), value=1.0)
+        far *= 2
+    return b.sin()
+
+
 def in_halves(a, b):
     return halving([a.sigmoid(), b])[1].sin()
 
@@ -74,7 +86,7 @@ def tokens_in_front(a, b):
     return halving([x.transpose(0, 1).unsqueeze(0) for x in (a.sigmoid(), b)])[1].sin()
 
 
-TREES = [in_rounds, in_halves, from_the_end, shared_decay, complex_numbers, tokens_in_front]
+TREES = [in_rounds, padded, in_halves, from_the_end, shared_decay, complex_numbers, tokens_in_front]
 
 
 def given(rows, width=WIDTH):
@@ -82,9 +94,15 @@ def given(rows, width=WIDTH):
     return [torch.randn(2, rows, width, dtype=torch.float64, requires_grad=True) for _ in range(2)]
 
 
+@pytest.fixture
+def large(monkeypatch):
+    """As tensors of which not all elements are looked at."""
+    monkeypatch.setattr(parallel_scan, "SMALL", 0)
+
+
 @pytest.mark.parametrize("rows", [4, 7, 16])
 @pytest.mark.parametrize("program", TREES)
-def test_a_tree_is_one_scan_of_the_same_numbers(program, rows):
+def test_a_tree_is_one_scan_of_the_same_numbers(large, program, rows):
     gm, context = after(PASSES, program, *given(rows))
     assert ops(gm).count("scan") == 1 and not {"cat", "stack"} & set(ops(gm))
     assert len(context.notes) == 1 and "is one scan" in context.notes[0]
@@ -128,6 +146,28 @@ def test_nothing_comes_before_the_first_row():
     torch.testing.assert_close(found[0], expected)
 
 
+def with_constants(a, b):
+    """Rows before the first, which have all elements: no two of them are looked at alone."""
+    far = 1
+    while far < b.shape[1]:
+        none = torch.zeros(2, far, WIDTH, dtype=b.dtype)
+        b = b + a * torch.cat([none, b[:, :-far]], 1)
+        a = a * torch.cat([none, a[:, :-far]], 1)
+        far *= 2
+    return b
+
+
+def test_all_elements_are_looked_at_where_they_are_few(monkeypatch):
+    assert ops(after(PASSES, with_constants, *given(8))[0]).count("scan") == 1
+    monkeypatch.setattr(parallel_scan, "SMALL", 0)
+    assert "scan" not in ops(after(PASSES, with_constants, *given(8))[0])
+
+
+def turned(x):
+    """The halves of what stands beside the rows change places: of two elements they would not."""
+    return torch.cat([x[..., 4:], x[..., :4]], -1)
+
+
 def a_round_less(a, b):
     return doubling(a, b, until=8)
 
@@ -147,6 +187,25 @@ def with_a_bound(a, b):
 def shifted(a, b):
     """No tree: a token and the one before (RWKV)."""
     return torch.cat([b[:, :1], b[:, 1:] + a[:, 1:] * b[:, :-1]], 1)
+
+
+def elements_that_are_turned(a, b):
+    return halving([a, b], lambda left, right: (left[0] * right[0], right[0] * left[1] + turned(right[1])))[1]
+
+
+def elements_that_are_merged(a, b):
+    """And split otherwise."""
+
+    def combine(left, right):
+        return left[0] * right[0], right[0] * left[1] + right[1].mT.flatten(1).view_as(right[1])
+
+    return halving([a, b], combine)[1]
+
+
+@pytest.mark.parametrize("program", [elements_that_are_turned, elements_that_are_merged])
+def test_elements_that_read_others_are_no_tree(program):
+    inputs = given(16, width=8)
+    assert ops(after(PASSES, program, *inputs)[0]) == ops(after([Normalize()], program, *inputs)[0])
 
 
 @pytest.mark.parametrize("program", [a_round_less, squared_decays, other_side, with_a_bound, shifted])
