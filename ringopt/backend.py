@@ -54,6 +54,7 @@ from ringopt.runtime.verify_nodes import NodeCheck
 from ringopt.tensor.lazy import Lazy
 from ringopt.torch_compat import inductor
 from ringopt.torch_compat.autograd import unseen
+from ringopt.torch_compat.fake_tensors import DataDependentOutputException
 from ringopt.torch_compat.symbolic_shapes import GuardOnDataDependentSymNode
 
 log = logger(__name__)
@@ -154,6 +155,11 @@ def compiled(
         with left_open(gm), torch.set_grad_enabled(torch.is_grad_enabled() or learns):
             run = in_order(made.graph or gm, made.order, made.examples(inputs), compiler)
             return made, torch.enable_grad()(run) if learns else run
+    except DataDependentOutputException as asked:  # a number that Dynamo knows (`F.one_hot(x, n)` of a tensor n)
+        if made.graph is not None:
+            raise
+        log.warning("a graph that is not sharded is run as it is, for no compiler can: %s", first_line(asked))
+        return made, gm
     except GuardOnDataDependentSymNode as asked:
         if for_number or anew or made.graph is None or shape_env_of(gm) is None:
             raise

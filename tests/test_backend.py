@@ -16,6 +16,7 @@ from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringopt
+from ringopt.backend import ring
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import PretendedMesh
 from ringopt.drivers.announce import raise_or_warn
@@ -381,3 +382,11 @@ def test_one_process_takes_the_causal_flag():
     flat = transform(*captured(model, **inputs), Options(), mesh_of("pretend:0/1")).graph
     sites = [node for node in flat.graph.nodes if op_name(node) == "attention"]
     assert [(site.args[3], site.args[7], site.args[8]) for site in sites] == [(None, "causal", "")] * 2
+
+
+def test_a_graph_that_no_compiler_takes_is_run_as_it_is(caplog):
+    """Dynamo has such a graph where it knows the number behind a break in what a function calls (st-moe)."""
+    known = torch.fx.symbolic_trace(lambda x, n: (F.one_hot(x, n).sum(0) * 2,))
+    compiled = torch.compile(lambda x, n: x.sum() * n, backend=lambda gm, inputs: ring(known, inputs))
+    assert compiled(torch.tensor([0, 2, 1, 2]), torch.tensor(4)).tolist() == [2, 2, 4, 0]
+    assert "run as it is, for no compiler can: aten._local_scalar_dense" in caplog.text
