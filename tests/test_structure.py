@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from textwrap import dedent
 
@@ -153,3 +154,15 @@ def test_a_homonym_is_found(tmp_path: Path) -> None:
 
 def test_what_is_public_has_a_docstring() -> None:
     assert undocumented(MODULES) == []
+
+
+TOP = {"pyproject.toml", "LICENSE", "ringopt", "passes", "tests", "examples", "tools"}
+
+
+def test_nothing_strays_to_the_top() -> None:
+    """Beside these there are pages and dotfiles."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no checkout of git, which knows what is part of the project")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = {name.partition("/")[0] for name in listed.splitlines()}
+    assert {name for name in names if not name.startswith(".") and not name.endswith(".md")} == TOP
