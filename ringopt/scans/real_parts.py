@@ -79,7 +79,7 @@ class RealStep:
         new, value = self.graph.placeholder(node.name), value_of(node)
         new.meta["val"], self.made[node] = value, new
         if is_complex(node):
-            new.meta["val"] = value.new_empty((*value.shape, 2), dtype=value.real.dtype)
+            new.meta["val"] = OperandKind.of(value).in_pairs().without_numbers()
             self.made[node] = Pair(*(self.call(aten.select.int, new, -1, part) for part in (0, 1)))
 
     def add(self, node: fx.Node) -> None:
@@ -94,7 +94,7 @@ class RealStep:
 
     def whole(self, found: Pair, node: fx.Node) -> Pair:
         """With an imaginary part, and both parts of the shape of `node`, which one operand alone may have given."""
-        im, how = found.im, {"dtype": value_of(node).real.dtype}
+        im, how = found.im, {"dtype": value_of(node).dtype.to_real()}
         if not isinstance(im, fx.Node):
             im = self.call(aten.full_like.default, found.re, im or 0, **how)
         given = [x for x in node.args[:3] if is_tensor(x)]
@@ -212,7 +212,7 @@ def cast(step: RealStep, node: fx.Node) -> Pair:
     """To other complex numbers, or from real ones."""
     if not is_complex(node):
         raise NoBody("a cast of complex numbers to real ones", node)
-    how = {"dtype": value_of(node).real.dtype}
+    how = {"dtype": value_of(node).dtype.to_real()}
     return Pair(*(None if part is None else step.call(TO_COPY, part, **how) for part in step.parts(node.args[0])))
 
 

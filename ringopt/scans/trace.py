@@ -47,6 +47,16 @@ class OperandKind:
     def empty(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
+    def in_pairs(self) -> OperandKind:
+        """Of complex numbers, as pairs of real ones."""
+        return OperandKind((*self.shape, 2), self.dtype.to_real(), self.device)
+
+    def without_numbers(self) -> Tensor:
+        """A fake tensor of a mode of its own, for threads that share a text share its fakes, and no mode runs two
+        operators at once."""
+        with FakeTensorMode():
+            return self.empty()
+
     @property
     def bytes(self) -> int:
         return self.dtype.itemsize * prod(self.shape)

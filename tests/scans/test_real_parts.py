@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringopt.ir.nodes import op_name
+from ringopt.ir.nodes import op_name, value_of
 from ringopt.scans.body import NoBody, from_text, to_text
 from ringopt.scans.real_parts import RULES, in_real_numbers, real_step
 from ringopt.scans.trace import OperandKind, sized
@@ -92,3 +92,12 @@ def test_a_text_and_its_kinds() -> None:
     assert {kind.dtype for kind in found} == {torch.float64}
     assert from_text(real).ys == 1 and sized(real, found)
     assert in_real_numbers(real, found) == (real, found)  # nothing is to be done
+
+
+def test_no_operator_runs_on_fakes_that_threads_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at once in one fake mode are an error, seldom."""
+    kinds = tuple(map(OperandKind.of, operands()))
+    text = to_text(graph_of(lambda s, x, r: [s * r + x, (s + x.to(torch.complex64)).real]), 1, 1, 1)
+    mode = value_of(sized(text, kinds).inputs[0]).fake_mode
+    monkeypatch.setattr(mode, "dispatch", lambda *given: pytest.fail(f"{given[0]} runs"))
+    assert sized(*in_real_numbers(text, kinds))

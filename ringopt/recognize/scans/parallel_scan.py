@@ -147,7 +147,7 @@ def sliced_dim(part: fx.Node) -> int:
 
 def spread(shape: tuple[int, ...], to: tuple[int, ...], dim: int) -> bool:
     """Whether a decay of `shape` has all rows along `dim`, and one number or as many as a state elsewhere."""
-    rows = len(shape) <= len(to) and shape[dim] == to[dim]
+    rows = -dim <= len(shape) <= len(to) and shape[dim] == to[dim]
     return rows and all(size in (1, whole) for size, whole in zip(shape[::-1], to[::-1], strict=False))
 
 

@@ -208,7 +208,12 @@ def test_elements_that_read_others_are_no_tree(program):
     assert ops(after(PASSES, program, *inputs)[0]) == ops(after([Normalize()], program, *inputs)[0])
 
 
-@pytest.mark.parametrize("program", [a_round_less, squared_decays, other_side, with_a_bound, shifted])
+def times_a_weight(a, b):
+    """One that has no rows: fewer dims than these are counted from the last."""
+    return b.repeat(2, 1, 1)[::2] * a[0, 0]
+
+
+@pytest.mark.parametrize("program", [a_round_less, squared_decays, other_side, with_a_bound, shifted, times_a_weight])
 def test_what_is_no_such_tree_stays(program):
     """Though 9 rows of 16 are right in one of them, and all of them at small numbers in another."""
     gm, _ = after(PASSES, program, *given(16))
