@@ -21,7 +21,7 @@ from torch import Tensor
 from ringopt.ir.nodes import outputs_of
 from ringopt.ir.symbolic_sizes import at_hand
 from ringopt.scans.body import Body, NoBody, from_text
-from ringopt.torch_compat.fake_tensors import FakeTensorMode
+from ringopt.torch_compat.fake_tensors import FakeTensorMode, threads_may_fake
 from ringopt.torch_compat.fx import make_fx
 from ringopt.torch_compat.operators import UNSAFE_VIEW
 from ringopt.torch_compat.schema import OpOverload, schema_of
@@ -81,6 +81,7 @@ _one_traces = Lock()  # torch's tracers are not made for two threads
 
 def in_own_thread(function: Callable[[], T]) -> T:
     """`function()` in a thread of its own, where nothing of this one is on. Not to be called within it."""
+    threads_may_fake()
     with _one_traces, ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
 

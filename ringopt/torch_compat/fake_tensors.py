@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch._prims_common
@@ -28,6 +29,7 @@ __all__ = [
     "detect_fake_mode",
     "enable_python_dispatcher",
     "open_strides_undecided",
+    "threads_may_fake",
     "unset_fake_temporarily",
     "without_error_log",
 ]
@@ -41,6 +43,14 @@ __all__ = [
 # enable_python_dispatcher(): a context in which operators on open sizes run torch's Python forms of their kernels.
 # DataDependentOutputException, DynamicOutputShapeException: a number or a size would have to be known; `func` says of
 #     which operator.
+
+
+@lru_cache(maxsize=1)
+def threads_may_fake() -> None:
+    """To be called before a thread that ends enters a mode. Where torch is built for CUDA and finds no GPU, the first
+    mode of a process leaves something behind that ends with its thread, and a later one ends the process (2.11)."""
+    with FakeTensorMode():
+        pass
 
 
 @contextmanager

@@ -63,7 +63,7 @@ class Block(nn.Module):
         x = x + stubs.LigerSiLUMulFunction.apply(gate, up + mixed) + stubs.LigerGELUMulFunction.apply(first, second)
         x = stubs.LigerLayerNormFunction.apply(x, self.norms[2], self.norms[3], 1e-6).flatten(0, 1)
         weights, chosen = self.router(x).softmax(-1).topk(2)
-        x = x + stubs.LigerFusedMoEFunction.apply(x, *self.experts, chosen.to(torch.int32), weights)
+        x = x + stubs.LigerFusedMoEFunction.apply(x, self.experts[0], self.experts[1], chosen.to(torch.int32), weights)
         how = {name: self.of_classes if y is True and name == "weight" else y for name, y in self.how.items()}
         if self.linear:
             how["ce_weight"] = how.pop("weight", None)

@@ -35,6 +35,7 @@ from ringopt.kernels.score_program import OPS, function_of, scores_program
 from ringopt.kernels.scored import Drop, Scored, TilePlace
 from tests.context_parallel.reference import join, shard
 from tests.harness.threads import ThreadMesh, run_on_threads
+from tests.harness.triton_interpreter import with_bounds
 from tests.kernels.test_kernels import draw
 from tests.kernels.test_triton_merge import compiled
 
@@ -176,10 +177,12 @@ def test_who_takes_it() -> None:
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The kernels as Triton's interpreter runs them, on the CPU, for whoever asks."""
     from triton import language
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_bounds(interpreter._patch_lang_tensor))
     standard = language.standard  # which others may have imported for a GPU
     places = (language, language.core, language.math, standard, language.core.tensor)
     before = [dict(vars(place)) for place in places]  # what the interpreter puts there has to be gone afterwards

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,6 +20,7 @@ from ringopt.torch_compat.fake_tensors import (
     detect_fake_mode,
     enable_python_dispatcher,
     open_strides_undecided,
+    threads_may_fake,
     unset_fake_temporarily,
     without_error_log,
 )
@@ -120,3 +123,17 @@ def test_an_error_that_is_told_is_not_in_the_log_too() -> None:
         assert len(told) == 2
     finally:
         logger.removeHandler(handler)
+
+
+def in_threads_that_end() -> None:
+    """In a process whose first modes these are."""
+    threads_may_fake()
+    for _ in range(5):
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(lambda: FakeTensorMode().__enter__()).result()
+
+
+def test_threads_that_end_may_fake() -> None:
+    """(Without it torch 2.11 for CUDA, where there is no GPU, ends the process.)"""
+    words = f"import {__name__} as here; here.in_threads_that_end()"
+    assert subprocess.run([sys.executable, "-c", words], check=False).returncode == 0

@@ -102,7 +102,7 @@ def parallel_scan(node: fx.Node, constants: Constants) -> ParallelScan | None:
     """The tree that `node` is added in."""
     for decay, dim in factors(node).items():
         rows = shape_of(node)[dim]
-        if any(map(is_open, (*shape_of(node), *shape_of(decay)))) or rows < FEWEST:
+        if rows < FEWEST:
             continue
         found = made_of(decay, node, constants)
         if sum(op_name(each) in JOINS for each in found) < (rows - 1).bit_length():
@@ -116,11 +116,11 @@ def parallel_scan(node: fx.Node, constants: Constants) -> ParallelScan | None:
 def factors(node: fx.Node) -> dict[fx.Node, int]:
     """Other values whose rows are multiplied with rows of `node`, and along which dim, counted from the last."""
     found = dict[fx.Node, int]()
-    for part, dim in moved(node) if is_tensor(node) and has_fractions(node) else ():
+    for part, dim in moved(node) if is_tensor(node) and has_fractions(node) and has_sizes(node) else ():
         for product in part.users:
             for other in product.all_input_nodes if op_name(product) == "mul" else ():
                 decay = other.args[0] if op_name(other) in SLICES else other
-                if decay is not node and other is not part and spread(shape_of(decay), shape_of(node), dim):
+                if decay is not node and other is not part and has_sizes(decay) and spread(decay, node, dim):
                     found.setdefault(decay, dim)
     return found
 
@@ -140,13 +140,19 @@ def has_fractions(node: fx.Node) -> bool:
     return bool(value_of(node).is_floating_point() or value_of(node).is_complex())
 
 
+def has_sizes(node: fx.Node) -> bool:
+    """Whether no size is open: a tree of log(n) rounds has one length, and to compare open ones may guard them."""
+    return not any(map(is_open, shape_of(node)))
+
+
 def sliced_dim(part: fx.Node) -> int:
     """Of a slice, counted from the last."""
     return int(named(part, "dim") % len(shape_of(part)) - len(shape_of(part)))
 
 
-def spread(shape: tuple[int, ...], to: tuple[int, ...], dim: int) -> bool:
-    """Whether a decay of `shape` has all rows along `dim`, and one number or as many as a state elsewhere."""
+def spread(decay: fx.Node, node: fx.Node, dim: int) -> bool:
+    """Whether a decay has all rows of `node` along `dim`, and one number or as many as a state elsewhere."""
+    shape, to = shape_of(decay), shape_of(node)
     rows = -dim <= len(shape) <= len(to) and shape[dim] == to[dim]
     return rows and all(size in (1, whole) for size, whole in zip(shape[::-1], to[::-1], strict=False))
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime import interpreter
 
 from ringopt.kernels.steps import one_launch
 from ringopt.scans import in_place
 from ringopt.scans.in_place import StepRoles, kinds_in, repeated_step
+from tests.harness.triton_interpreter import with_bounds
 
 COUNT, SHAPE = 5, (2, 3, 7)
 Step = Callable[..., Any]
@@ -104,6 +106,7 @@ def main() -> None:
         launches.append(type(kernel).__name__)
         return last
 
+    interpreter._patch_lang_tensor = with_bounds(interpreter._patch_lang_tensor)
     in_place.run_steps = counted  # type: ignore[assignment]
     one_launch.usable = lambda x: x.dtype != torch.float64  # type: ignore[assignment]
     one_launch.works = lambda device: True  # type: ignore[assignment]
