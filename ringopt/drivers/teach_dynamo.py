@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+from ringopt.drivers.without_graph import warn_of_breaks_in_loops
 from ringopt.frontend.data_sizes.traced_again import teach_sizes
 from ringopt.frontend.higher_order.associative_scan import teach_associative_scan
 from ringopt.frontend.libraries.teach import teach_libraries
@@ -19,6 +20,7 @@ def teach_dynamo() -> None:
     teach_associative_scan()
     teach_libraries()
     teach_sizes()
+    warn_of_breaks_in_loops()
     log_while_tracing()
     warn_while_tracing()
     know_what_no_draw_reaches()

@@ -173,11 +173,18 @@ def origin(node: fx.Node) -> dict[str, Any]:
 def source_line(node: fx.Node) -> str:
     """`modeling_llama.py:210: weights = softmax(scores, -1)`: the innermost frame outside torch; "" without a stack
     trace."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n\s*([^\n]*))?', node.meta.get("stack_trace") or "")
+    path, number, code = program_line(node)
+    return f"{os.path.basename(path)}:{number}" + (f": {code}" if code else "") if path else ""
+
+
+def program_line(node: fx.Node) -> tuple[str, int, str]:
+    """File, number and text of the innermost line outside torch; "" of all where there is no stack trace."""
+    text = node.meta.get("stack_trace") or ""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n\s*([^\n]*))?', text)
     if not frames:
-        return ""
+        return "", 0, ""
     path, number, code = next((frame for frame in frames[::-1] if "/torch/" not in frame[0]), frames[-1])
-    return f"{os.path.basename(path)}:{number}" + (f": {code.strip()}" if code.strip() else "")
+    return path, int(number), code.strip()
 
 
 def requires_grad(graph: fx.Graph) -> dict[fx.Node, bool]:

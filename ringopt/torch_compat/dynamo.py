@@ -25,7 +25,12 @@ from torch._dynamo.exc import (
     UnspecializeRestartAnalysis,
 )
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
-from torch._dynamo.symbolic_convert import InstructionTranslator, SpeculationLog, TensorifyState
+from torch._dynamo.symbolic_convert import (
+    InstructionTranslator,
+    InstructionTranslatorBase,
+    SpeculationLog,
+    TensorifyState,
+)
 from torch._dynamo.utils import counters
 from torch._dynamo.variables.functions import NestedUserFunctionVariable
 from torch._higher_order_ops.associative_scan import associative_scan as ASSOCIATIVE_SCAN
@@ -62,6 +67,7 @@ __all__ = [
     "is_compiled",
     "is_continuation",
     "leave_graphs_whole_in_ddp",
+    "of_breaks_in_loops",
     "opens_sizes_that_change",
     "patched",
     "real_object",
@@ -241,6 +247,36 @@ def goes_on_behind_breaks(
     functions.should_allow_nested_graph_breaks = lambda function: (
         not _is_comprehension(function.get_code()) and allows(function)
     )
+
+
+def of_breaks_in_loops(
+    when: Callable[[Iterator[Any]], bool], warn: Callable[[CodeType, int, fx.Graph, Exception, Iterator[Any]], None]
+) -> None:
+    """From here on, where `when(backends)` and a graph break in a loop has Dynamo make no graph of a frame:
+    `warn(code, line, graph, break, backends)`, of the code of that frame, the line of its loop, and what was traced."""
+    kind: Any = InstructionTranslatorBase
+    give_up, trace = kind.raise_loop_graph_break, getattr(convert_frame, "trace_frame", None)
+    broken = dict[CodeType, tuple[int, fx.Graph, Exception]]()
+    if trace is None:
+        return
+
+    def noted(code: CodeType, error: Exception) -> None:
+        tx = InstructionTranslator.current_tx()
+        broken[tx.f_code] = tx.lineno, tx.output.graph, error
+        give_up(code, error)
+
+    @wraps(trace)
+    def traced(code: CodeType, *args: Any, **kwargs: Any) -> Any:
+        broken.clear()
+        try:
+            return trace(code, *args, **kwargs)
+        except TorchDynamoException as error:
+            backends = partial(wrapped_in, next(filter(callable, args), None))
+            if code in broken and getattr(error, "skip_frame", False) and when(backends()):
+                warn(code, *broken[code], backends())
+            raise
+
+    kind.raise_loop_graph_break, convert_frame.trace_frame = staticmethod(noted), traced
 
 
 def _is_comprehension(code: CodeType) -> bool:

@@ -66,6 +66,7 @@ def test_written_out(name, p):
     assert [site.refusal for site in verdict.report.sites] == [None] * 2 and not stays(verdict.graph.graph)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch traces no product in a vmap of open lengths")
 def test_lengths_that_are_open():
     calls = [(given(rows),) for rows in (12, 17, 9)]
     (report,) = run_over(Layers(WRITTEN_OUT["one head"], 1), calls, 2, dynamic=True).reports

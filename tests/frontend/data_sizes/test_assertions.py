@@ -66,6 +66,7 @@ def on_rank(trims: bool) -> tuple[float, list[tuple[float, int]], list[str]]:
     return error, found, [raised(compiled, given) for given in wrong]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo ends its graph at assertions of data")
 def test_ranks_hold_what_is_asserted_of_all_data_in_one_graph(ranks: Any) -> None:
     """The number that is too large is in the shard of one rank; both say so."""
     for error, found, (longest, least, largest, smallest) in ranks(2, on_rank, False):
