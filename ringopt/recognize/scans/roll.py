@@ -156,6 +156,8 @@ class Builder:
     def carry(self, place: int) -> fx.Node:
         if place in self.buffers.of:
             raise NotRolled("a loop reads what it fills, at other places", self.loop.first[place])
+        if place in self.same:
+            raise NotRolled("what a loop computes is the same in all steps, but for the first", self.loop.first[place])
         if place not in self.carries:
             self.carries[place] = self.input(self.loop.first[place])
         return self.carries[place]

@@ -216,7 +216,16 @@ def layers(x, f):
     return x
 
 
-NO_LOOPS = (sum_of_experts, taps, casts, maps, layers)
+def another_at_first(x, f):
+    """Angles that are computed once and read from a table from then on."""
+    angles, found = x[0], []
+    for part in x.split(1, -1):
+        found.append(part @ f[0, :1] * angles.cos())
+        angles = f[1].detach()
+    return torch.cat(found, -1)
+
+
+NO_LOOPS = (sum_of_experts, taps, casts, maps, layers, another_at_first)
 
 
 @pytest.mark.sample(3)
