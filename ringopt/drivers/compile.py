@@ -46,6 +46,7 @@ from ringopt.runtime.graph_boundary import arriving, break_after, check_arrivals
 from ringopt.scans.call import is_scan
 from ringopt.sharding.input_writes import has_copies
 from ringopt.torch_compat import dynamo
+from ringopt.torch_compat.fake_tensors import faked_in_order
 from ringopt.torch_compat.symbolic_shapes import GuardAsked, without_guards
 from ringopt.torch_compat.tracing import compilation_of_frame
 
@@ -329,4 +330,5 @@ def in_order(gm: fx.GraphModule, order: Order | None, inputs: Sequence[Any], com
         return compiler(gm, inputs)
     order.apply(gm.graph)
     gm.recompile()
-    return Reordered(compiler(gm, order.of_inputs(inputs)), order)
+    with faked_in_order(inputs):
+        return Reordered(compiler(gm, order.of_inputs(inputs)), order)

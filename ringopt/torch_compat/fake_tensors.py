@@ -11,7 +11,7 @@ from typing import Any
 
 import torch._prims_common
 from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import detect_fake_mode
+from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -28,6 +28,7 @@ __all__ = [
     "FakeTensorMode",
     "detect_fake_mode",
     "enable_python_dispatcher",
+    "faked_in_order",
     "open_strides_undecided",
     "threads_may_fake",
     "unset_fake_temporarily",
@@ -43,6 +44,21 @@ __all__ = [
 # enable_python_dispatcher(): a context in which operators on open sizes run torch's Python forms of their kernels.
 # DataDependentOutputException, DynamicOutputShapeException: a number or a size would have to be known; `func` says of
 #     which operator.
+
+
+@contextmanager
+def faked_in_order(inputs: Sequence[Any]) -> Iterator[None]:
+    """Within it compilers behind Dynamo find the fakes of its inputs, in whatever order they ask for them: made in that
+    of Dynamo. Of a tensor that came before its views the sizes would be symbols that no input has."""
+    context: Any = TracingContext.try_get()
+    contexts = context.tensor_to_context if context is not None and context.fake_mode is not None else {}
+    fakes = list[torch.Tensor]()  # which torch finds as long as somebody has them
+    for x in inputs:
+        how = contexts.get(x) if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) else None
+        if how is not None:
+            made = context.fake_mode.from_tensor(x, symbolic_context=how, source=how.tensor_source, trace=False)
+            fakes.append(made)
+    yield
 
 
 @lru_cache(maxsize=1)

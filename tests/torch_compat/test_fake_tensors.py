@@ -19,6 +19,7 @@ from ringopt.torch_compat.fake_tensors import (
     FakeTensorMode,
     detect_fake_mode,
     enable_python_dispatcher,
+    faked_in_order,
     open_strides_undecided,
     threads_may_fake,
     unset_fake_temporarily,
@@ -123,6 +124,23 @@ def test_an_error_that_is_told_is_not_in_the_log_too() -> None:
         assert len(told) == 2
     finally:
         logger.removeHandler(handler)
+
+
+def test_a_compiler_finds_the_fakes_that_are_made_before() -> None:
+    found = list[int]()
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        mode: Any = TracingContext.get().fake_mode
+        known = mode.fake_tensor_converter.meta_converter.tensor_memo
+        found.append(len(known))
+        with faked_in_order(inputs):
+            found.append(len(known))
+        return gm
+
+    torch._dynamo.reset()
+    torch.compile(lambda x, y: x + y, backend=backend, dynamic=True)(torch.ones(5), torch.ones(5))
+    with faked_in_order([torch.ones(2)]):  # where nothing is compiled
+        assert found == [0, 2]
 
 
 def in_threads_that_end() -> None:
