@@ -79,23 +79,48 @@ def between(reader: ElementReader, place: Term, start: int, stop: int) -> tuple[
     return inside, here
 
 
-def slice_scatter(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
-    """The written tensor within the slice, the base outside; step 1 only."""
-    base, source, dim = node.args[0], node.args[1], argument(node, 2, "dim", 0) % len(index)
-    start, step, count = bounds_of_slice(node, 3, shape_of(base)[dim])
-    if step != 1 or not count:
+def scattered(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
+    """slice_scatter, select_scatter: the written tensor in its part, the base outside; steps of 1 only."""
+    found = written(reader, node, index)
+    if found is None:
         return None
-    inside, here = between(reader, index[dim], start, start + count)
-    return where(inside, reader.at(source, at_dim(index, dim, here)), reader.at(base, index), value_of(node).dtype)
+    inside, source, place = found
+    return where(inside, reader.at(source, place), reader.at(node.args[0], index), value_of(node).dtype)
 
 
-def select_scatter(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
-    """The written tensor at the selected entry, the base at the others."""
-    base, source, dim, which = node.args
-    dim %= len(index)
-    inside = reader.fold(compare("eq", index[dim], int(place_of(which, shape_of(base)[dim]))))
-    pasted = reader.at(source, index[:dim] + index[dim + 1 :])
-    return where(inside, pasted, reader.at(base, index), value_of(node).dtype)
+def written(reader: ElementReader, node: fx.Node, index: Index) -> tuple[Term, fx.Node, Index] | None:
+    """Where an element is a written one, and which of what. `m[1:3, 2:5] = x` writes to a part of a part, whose rest is
+    as it was in `m`: read again at places counted from the part, a chain of such writes would double with each."""
+    base, source = node.args[:2]
+    if op_name(node) == "slice_scatter":
+        dim = argument(node, 2, "dim", 0) % len(index)
+        start, step, count = bounds_of_slice(node, 3, shape_of(base)[dim])
+        if step != 1 or not count:
+            return None
+        inside, here = between(reader, index[dim], start, start + count)
+        place = at_dim(index, dim, here)
+    else:
+        dim = argument(node, 2, "dim", 0) % len(index)
+        which = int(place_of(argument(node, 3, "index"), shape_of(base)[dim]))
+        inside, place = reader.fold(compare("eq", index[dim], which)), (*index[:dim], *index[dim + 1 :])
+    inner = written(reader, source, place) if writes_to_part(source, node) else None
+    return (inside, source, place) if inner is None else (logic("logical_and", inside, inner[0]), *inner[1:])
+
+
+def writes_to_part(source: Any, node: fx.Node) -> bool:
+    """Whether `source` is the part of the base that `node` writes to, with something written to a part of that."""
+    if not isinstance(source, fx.Node) or op_name(source) not in ("slice_scatter", "select_scatter"):
+        return False
+    part, base = source.args[0], node.args[0]
+    if op_name(part) != op_name(node).removesuffix("_scatter") or part.args[0] is not base:
+        return False
+    rank = len(shape_of(base))
+    dims = [argument(part, 1, "dim", 0) % rank, argument(node, 2, "dim", 0) % rank]
+    if op_name(part) == "select":
+        places = [place_of(argument(*which, "index"), shape_of(base)[dims[0]]) for which in ((part, 2), (node, 3))]
+    else:
+        places = [bounds_of_slice(*which, shape_of(base)[dims[0]]) for which in ((part, 2), (node, 3))]
+    return bool(dims[0] == dims[1] and places[0] == places[1])
 
 
 def cat(reader: ElementReader, node: fx.Node, index: Index) -> Term | None:
@@ -244,8 +269,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(CASTS, converted),
     "triu": triangle("ge"),
     "tril": triangle("le"),
-    "slice_scatter": slice_scatter,
-    "select_scatter": select_scatter,
+    "slice_scatter": scattered,
+    "select_scatter": scattered,
     "cat": cat,
     **dict.fromkeys(PADS, pad),
 }

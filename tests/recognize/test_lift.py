@@ -22,6 +22,17 @@ N = torch.randint(-4, 5, (3, 4))
 PLACES, J = torch.tensor([2, 0, 3, 1]), torch.tensor([[0, 2], [1, 1]])
 M = torch.rand(3, 4, 6) > 0.5
 
+
+def in_boxes(x, many):
+    """`x[i : i + 2, 1:3] = i`, as it is without writes in place."""
+    for i in range(many):
+        first = i % 2
+        part = x[first : first + 2]
+        inner = part.slice_scatter(torch.full_like(part[:, 1:3], i), 1, 1, 3)
+        x = x.slice_scatter(inner, 0, first, first + 2)
+    return x
+
+
 #: function of tensors that must be followed to its inputs, and the inputs
 FOLLOWED = {
     "expand": (lambda x: x[:, None].expand(3, 5, 6), (V.view(1, 6).expand(3, 6).contiguous(),)),
@@ -64,6 +75,9 @@ FOLLOWED = {
     "triu, tril": (lambda x: x.triu(1).tril(3), (X,)),
     "slice_scatter": (lambda x: torch.slice_scatter(x, torch.zeros(3, 2, 6), 1, 1, 3), (X,)),
     "select_scatter": (lambda x, y: torch.select_scatter(x, y, 0, -1), (X, Y)),
+    "parts of parts": (lambda x: in_boxes(x, 5), (X,)),
+    "a row of a part": (lambda x, v: torch.slice_scatter(x, x[1:].select_scatter(v.expand(2, 6), 1, 2), 0, 1), (X, V)),
+    "a part of another": (lambda x, y: x.slice_scatter(x[:2].slice_scatter(y[:2, None], 1, 1, 2), 0, 1), (X, Y)),
     "cat": (lambda x, y: torch.cat([x, y[None], x], 0), (X, Y)),
     "concat": (lambda x, y: torch.concat([x, y[None], x], 0), (X, Y)),
     "pad": (lambda x: torch.nn.functional.pad(x, (1, 2, -1, 0), value=3.0), (X,)),
@@ -131,6 +145,13 @@ def test_element_is_read_where_the_climb_ends(case):
     cone, term = pulled(gm, node)
     assert_element_is(gm, node, inputs, cone, term)
     assert {load.source.name for load in loads(term)} == sources
+
+
+def test_a_chain_of_writes_to_parts_of_parts_grows_with_its_length():
+    gm, node = traced(lambda x: in_boxes(x, 40), (X,))
+    cone, term = pulled(gm, node)
+    assert_element_is(gm, node, (X,), cone, term)
+    assert len(cone.found) < 5 * 40
 
 
 def test_alpha_of_scalars_is_not_dropped():
