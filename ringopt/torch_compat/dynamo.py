@@ -267,7 +267,6 @@ def of_breaks_in_loops(
 
     @wraps(trace)
     def traced(code: CodeType, *args: Any, **kwargs: Any) -> Any:
-        broken.clear()
         try:
             return trace(code, *args, **kwargs)
         except TorchDynamoException as error:
@@ -275,6 +274,8 @@ def of_breaks_in_loops(
             if code in broken and getattr(error, "skip_frame", False) and when(backends()):
                 warn(code, *broken[code], backends())
             raise
+        finally:
+            broken.clear()
 
     kind.raise_loop_graph_break, convert_frame.trace_frame = staticmethod(noted), traced
 
