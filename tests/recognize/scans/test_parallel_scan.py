@@ -100,6 +100,7 @@ def large(monkeypatch):
     monkeypatch.setattr(parallel_scan, "SMALL", 0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rows", [4, 7, 16])
 @pytest.mark.parametrize("program", TREES)
 def test_a_tree_is_one_scan_of_the_same_numbers(large, program, rows):
