@@ -64,7 +64,8 @@ class Options:
                     shards is another on each rank
     inner_backend   what compiles the sharded graph
     timeout         seconds until a message that does not arrive is an error
-    on_refusal      what happens when an attention site cannot be sharded
+    on_refusal      what happens when an attention site cannot be sharded, or Dynamo makes no graph of a function that
+                    computes some
     verify          whether the first call of each compiled graph also runs the graph it was made from, whole on every
                     rank, and compares outputs and gradients (ringopt/runtime/verify.py); "nodes": and the value and
                     gradient of each node (ringopt/runtime/verify_nodes.py)

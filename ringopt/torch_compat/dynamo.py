@@ -253,7 +253,8 @@ def of_breaks_in_loops(
     when: Callable[[Iterator[Any]], bool], warn: Callable[[CodeType, int, fx.Graph, Exception, Iterator[Any]], None]
 ) -> None:
     """From here on, where `when(backends)` and a graph break in a loop has Dynamo make no graph of a frame:
-    `warn(code, line, graph, break, backends)`, of the code of that frame, the line of its loop, and what was traced."""
+    `warn(code, line, graph, break, backends)`, of the code of that frame, the line of its loop, and what was traced.
+    What it raises comes as what a backend raises."""
     kind: Any = InstructionTranslatorBase
     give_up, trace = kind.raise_loop_graph_break, getattr(convert_frame, "trace_frame", None)
     broken = dict[CodeType, tuple[int, fx.Graph, Exception]]()
@@ -270,9 +271,12 @@ def of_breaks_in_loops(
         try:
             return trace(code, *args, **kwargs)
         except TorchDynamoException as error:
-            backends = partial(wrapped_in, next(filter(callable, args), None))
-            if code in broken and getattr(error, "skip_frame", False) and when(backends()):
-                warn(code, *broken[code], backends())
+            backend = next(filter(callable, args), None)
+            if code in broken and getattr(error, "skip_frame", False) and when(wrapped_in(backend)):
+                try:
+                    warn(code, *broken[code], wrapped_in(backend))
+                except Exception as refused:
+                    raise BackendCompilerFailed(backend, refused, None) from refused  # as what a backend raises
             raise
         finally:
             broken.clear()

@@ -81,6 +81,7 @@ def test_what_is_computed_without_a_graph_is_told_of(ranks, kind: type[nn.Module
         assert "every rank computes all of its linear, scaled_dot_product_attention: Dynamo ends" in sentence
         assert "(Data-dependent branching)" in sentence
     elif on_refusal == "error":
+        assert all("backend='ring' raised" in found[-1] for found in (first, second))
         assert all("RefusedError: forward" in found[-1] for found in (first, second))
     else:
         assert first == second == []
