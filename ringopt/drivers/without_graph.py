@@ -18,7 +18,8 @@ from typing import Any
 import torch.distributed as dist
 import torch.fx as fx
 
-from ringopt.dims.op_families import CONVOLUTIONS, MATRIX_PRODUCTS, TRANSPOSED_CONVOLUTIONS
+from ringopt.dims.contraction_rules import PRODUCTS
+from ringopt.dims.op_families import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
 from ringopt.drivers.announce import refuse
 from ringopt.errors import first_line
 from ringopt.frontend.data_sizes.traced_again import takes_sizes
@@ -29,10 +30,7 @@ from ringopt.torch_compat.dynamo import of_breaks_in_loops
 
 log = logger(__name__)
 
-WORK = frozenset((
-    *MATRIX_PRODUCTS, *CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS, "linear", "baddbmm", "addmm", "einsum",
-    "scaled_dot_product_attention",
-))  # fmt: skip
+WORK = {*PRODUCTS, *CONVOLUTIONS, *TRANSPOSED_CONVOLUTIONS, "scaled_dot_product_attention"}
 
 
 def warn_of_breaks_in_loops() -> None:
