@@ -45,7 +45,7 @@ from ringopt.overlap.in_flight import first_bytes
 from ringopt.overlap.reorder import dependents_among, is_fixed, sources_among
 from ringopt.overlap.row_major import say_row_major
 from ringopt.torch_compat import dynamo, inductor
-from ringopt.torch_compat.inductor_passes import OrderedSet
+from ringopt.torch_compat.inductor_passes import OrderedSet, with_last
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def inductor_settings(gm: fx.GraphModule, budget: Budget) -> dict[str, Any]:
         return {}
     return {
         "custom_partitioner_fn": Split(inductor.setting("custom_partitioner_fn")),
-        "post_grad_custom_post_pass": InOrder(budget),
+        "post_grad_custom_post_pass": with_last(inductor.setting("post_grad_custom_post_pass"), InOrder(budget)),
         "reorder_for_peak_memory": False,
     }
 

@@ -50,3 +50,23 @@ def test_a_partitioner_that_the_user_has_set_still_splits():
         split = inductor_settings(gm, Budget())["custom_partitioner_fn"]
     assert isinstance(split, Split) and split(gm, [], num_fwd_outputs=1) == ("forward", "backward")
     assert "theirs" in split.uuid()
+
+
+def test_a_pass_that_the_user_has_set_still_runs_and_first():
+    """The order of messages is the last word on a graph: a pass behind it could undo it."""
+
+    def program(x):
+        return ops.reduce_from_group(x.exp(), "pretend:0/2"), ops.reduce_from_group(x + 1, "pretend:0/2")
+
+    gm = make_fx(program, tracing_mode="fake")(torch.randn(4))
+    graphs, seen = [], []
+
+    def theirs(graph):
+        graphs.append(graph)
+        seen.append([node.target for node in graph.nodes])
+
+    with inductor.patched(post_grad_custom_post_pass=theirs):
+        chosen = inductor_settings(gm, Budget())
+        inductor.compile_fx(gm, [torch.randn(4)], chosen)
+    assert len(seen) == 1 and torch.ops.aten.exp.default in seen[0] and control_deps not in seen[0]
+    assert any(node.target is control_deps for node in graphs[0].nodes)

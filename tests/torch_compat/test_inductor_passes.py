@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.fx as fx
 
+from ringopt.torch_compat import inductor
 from ringopt.torch_compat.fx import make_fx
 from ringopt.torch_compat.inductor_passes import (
     FORCE_STRIDE_ORDER,
@@ -13,6 +14,7 @@ from ringopt.torch_compat.inductor_passes import (
     CustomPartitionerFn,
     OrderedSet,
     preserve_node_ordering,
+    with_last,
 )
 
 
@@ -52,3 +54,28 @@ def test_an_order_of_strides_is_asked_for() -> None:
     x = torch.ones(2, 1, 3, 4)
     assert torch.equal(FORCE_STRIDE_ORDER(x, [4, 3, 2, 1]), x)
     assert "force_stride_order" in str(FORCE_STRIDE_ORDER)
+
+
+class Named(CustomGraphPass):
+    def __init__(self, name: str, ran: list[str]) -> None:
+        self.name, self.ran = name, ran
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.ran.append(self.name)
+
+    def uuid(self) -> str:
+        return self.name
+
+
+def test_a_pass_runs_behind_one_that_is_set() -> None:
+    ran: list[str] = []
+    ours = Named("ours", ran)
+    assert with_last(None, ours) is ours
+    for theirs, cached in ((Named("theirs", ran), True), (lambda graph: ran.append("theirs"), False)):
+        ran.clear()
+        with inductor.patched(post_grad_custom_post_pass=with_last(theirs, ours)), inductor.fresh_cache():
+            gm = make_fx(lambda x: x.sin(), tracing_mode="real")(torch.ones(2))
+            inductor.compile_fx(gm, [torch.ones(2)])
+        assert ran == ["theirs", "ours"]
+        both = with_last(theirs, ours)
+        assert cached == all(getattr(one, "uuid", lambda: None)() for one in (both if type(both) is list else [both]))
