@@ -162,6 +162,35 @@ def test_models_of_other_classes_are_built_with_what_they_take() -> None:
     assert heard["input_values"].shape == (2, 4000)
 
 
+@pytest.mark.parametrize(
+    ("kind", "stages", "taken"),
+    [
+        ("depth_anything", 4, ["stage1", "stage2", "stage3", "stage4"]),  # of layers, each of which is a stage
+        ("rt_detr", 4, ["stage2", "stage3", "stage4"]),  # of stages of layers, whose widths its encoder is told
+        ("maskformer", 4, ["stage1", "stage2", "stage3", "stage4"]),  # of stages that list heads as well
+        ("deformable_detr", 4, ["stage2", "stage3", "stage4"]),  # of timm, in whose place ResNet is
+    ],
+)
+def test_a_backbone_has_the_stages_that_its_model_takes(kind: str, stages: int, taken: list[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    from ringopt.tools.benchmarks.models.tiny_configs import WIDTH, tiny
+
+    config = tiny(transformers.AutoConfig.for_model(kind))
+    backbone = transformers.AutoBackbone.from_config(config.backbone_config)
+    assert config.backbone_config.out_features == taken and len(backbone.stage_names) == stages + 1
+    assert sum(parameter.numel() for parameter in backbone.parameters()) < 2_000_000
+    if kind == "rt_detr":
+        assert list(config.encoder_in_channels) == list(backbone.channels) and config.decoder_in_channels == [WIDTH] * 3
+
+
+def test_pictures_in_patches_are_given_with_how_many_there_are() -> None:
+    pytest.importorskip("transformers")
+    from ringopt.tools.benchmarks.models.tiny_transformers import build_auto
+
+    _, seen = build_auto("AutoModelForImageClassification", "siglip2")
+    assert seen["pixel_values"].shape == (2, 64, 192) and seen["spatial_shapes"].tolist() == [[8, 8], [8, 8]]
+
+
 def test_what_asks_for_float32_is_float64() -> None:
     x = torch.rand(5, dtype=torch.float64)
     with Widened():

@@ -27,6 +27,7 @@ MEDIA = ("image", "video", "audio")
 WANTED = (
     r"^(decoder_)?input_ids$|^pixel_values$|^input_(features|values)$|^(image_)?grid_thw$|^bbox$|^noise$|^states$"
     r"|^mm_token_type_ids$|^image_sizes$|^future_(values|time_features)$|^(qformer_)?input_ids$|^visual_(feats|pos)$"
+    r"|^spatial_shapes$|^pixel_attention_mask$"
 )  # fmt: skip
 
 
@@ -211,6 +212,7 @@ FORMS: tuple[tuple[str, Callable[[Any], list[Any]]], ...] = (
     (r"^(pixel_values(_images|_videos)?|frames?)$", _images),
     (r"grid_thw$", _grids),
     (r"^image_sizes$", _image_sizes),
+    (r"^spatial_shapes$", lambda _: [torch.tensor([[GRID, GRID]] * BATCH)]),
     (r"^(input_values|audio_values|latents)$", _sounds),
     (r"^(input_features|audio_mel)$", _spectra),
     (r"^hidden_states$", _hidden),

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from ringopt.tools.benchmarks.models.tiny_backbones import backbone_like, stages, widths
+
 Sizes = dict[str, Any]
 
 WIDTH, HEADS, HEAD_DIM, WINDOW, VOCABULARY, POSITIONS = 32, 4, 8, 16, 128, 2048
@@ -21,6 +23,10 @@ RULES: tuple[tuple[str, float], ...] = (
     (r"max_source_positions", 64),
     (r"position_embeddings|n_positions|n_ctx|max_seq|context_length|_positions$|model_max_length", POSITIONS),
     (r"experts_per_tok|moe_top_?k|moe_k$", 2),
+    (r"num_queries$", 16),
+    (r"^depths$", 2),
+    (r"bottleneck_features", WIDTH),
+    (r"num_pos_feats", WIDTH // 2),
     (r"shared_experts$|topk_group|^o_groups|ngroups|mamba_n_groups|num_mem_blocks|hc_lowrank", 1),
     (r"n_group$|expert_group|zero_expert|heads_per_ngram", 2),
     (r"num_.*experts$|n_routed_experts|num_experts|hc_mult|hc_count", 4),
@@ -64,12 +70,19 @@ STAGES: Sizes = {"embed_dim": WIDTH, "depths": [2, 2], "num_heads": [2, 4], "win
 ROPE: Sizes = {"rope_type": "default", "rope_theta": 10000.0}
 # By type: what is in the way of the rules.
 EXCEPTIONS: dict[str, Sizes] = {
+    **{kind: {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]} for kind in ("beit", "data2vec-vision")},
+    "bit": {"num_groups": 4},
+    "cvt": {"depth": [1, 2, 3], "num_heads": [1, 2, 4]},
+    "detr": {"encoder_attention_heads": 8, "decoder_attention_heads": 8},
+    "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
     "bamba": {"attn_layer_indices": [1]},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
     "dory": {**dict.fromkeys(PHASES, 1), "num_hidden_layers": 3, "layer_types": [*LAYERS, LAYERS[0]]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "layoutlmv3": {"coordinate_size": 5, "shape_size": 6},
+    "lw_detr": {"projector_scale_factors": [1.0]},
     "mamba2": {"num_heads": 8},
     "qwen2_vl_vision": {"embed_dim": WIDTH},
     "qwen4_exp_text": INDEXER,
@@ -82,10 +95,11 @@ EXCEPTIONS: dict[str, Sizes] = {
 }
 
 
-def tiny(config: Any, kept: Sizes | None = None) -> Any:
-    """A configuration of the type of `config`, which has its default sizes, but for those that are `kept`."""
+def tiny(config: Any, kept: Sizes | None = None, asked: Sizes | None = None) -> Any:
+    """A configuration of the type of `config`, which has its default sizes, but for those that are `kept`, and those
+    that are `asked` for, whatever the rules."""
     kind = config.model_type
-    return type(config)(**((kept or {}) | shrunk(config) | EXCEPTIONS.get(kind, {})))
+    return type(config)(**((kept or {}) | shrunk(config) | EXCEPTIONS.get(kind, {}) | (asked or {})))
 
 
 def named(config: Any) -> Sizes:
@@ -105,7 +119,9 @@ def shrunk(config: Any) -> Sizes:
     given: Sizes = {name: False for name in NEVER if name in fields(config)}
     for name, value in fields(config).items():
         if hasattr(value, "to_dict"):
-            given[name] = tiny(value, named(value)).to_dict()
+            like = backbone_like(value)
+            part = tiny(like, named(like), stages(like))
+            given |= {name: part.to_dict(), **(widths(config, part, WIDTH) if name == "backbone_config" else {})}
         elif name == "rope_parameters" and "mrope_section" in getattr(config, "ignore_keys_at_rope_validation", ()):
             given[name] = {**value, "mrope_section": sections(value)} if value else value
         elif name in IDS and value is not None:
@@ -119,8 +135,8 @@ def shrunk(config: Any) -> Sizes:
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             small, default = smaller(name, value), declared(type(config))[name]
             given |= {name: small} if small != (default if isinstance(default, (int, float)) else value) else {}
-        elif isinstance(value, list) and value and all(type(part) is int for part in value):
-            given |= {name: parts} if (parts := [int(smaller(name, part)) for part in value]) != value else {}
+        elif isinstance(value, (list, tuple)) and value and all(type(part) is int for part in value):
+            given |= {name: parts} if (parts := [int(smaller(name, part)) for part in value]) != list(value) else {}
     return given | whole_layers(config, given)
 
 

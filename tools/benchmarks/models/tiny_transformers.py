@@ -62,6 +62,7 @@ def _configured(kind: str) -> Any:
 
 def _built(mapping: str, config: Any) -> Any:
     factory = getattr(import_module("transformers"), mapping)
+    config.architectures = config.architectures or []  # of which it asks, where it has several classes for a type
     wanted = factory._model_mapping[type(config)]
     wanted = wanted[0] if isinstance(wanted, tuple) else wanted
     part = next((part for part in parts_of(config) if type(part) is wanted.config_class), config)
