@@ -72,7 +72,8 @@ class ChooseStrategy(Pass):
         if self.shard == "model":
             context.scans = scan_sites(gm.graph, context.mesh, context.layouts, self.strategy, context.carries)
             if not context.mixes_rows and not reach_products(gm.graph, context.cuts):
-                found = mixed_rows(gm.graph, context.layouts, ranks, bool(context.sites or context.scans))
+                attends = bool(context.sites or context.scans)
+                found = mixed_rows(gm.graph, context.layouts, ranks, attends, bool(context.pairs))
                 context.mixed = {x: at for x, at in found.items() if x not in context.cuts}
                 context.notes += note_of_mixing(context.mixed)
         for node, info in sites.items():

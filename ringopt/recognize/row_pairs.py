@@ -13,6 +13,7 @@ allow.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product as all_pairs
 
@@ -65,6 +66,8 @@ def pairs_in(graph: fx.Graph) -> dict[fx.Node, Pairs]:
         if any(map(is_weight, product.operands)) or any(map(is_learned, product.operands)):
             continue
         for axes in all_pairs(rows_of(product, 0), rows_of(product, 1)):
+            if weighs_rows(product, axes):
+                continue
             ends, weights = weighing(node, (_at(product, axes[0]), _at(product, axes[1])))
             sides = [_operand(product, side, axes[side]) for side in (0, 1)]
             for side, values in ends:
@@ -86,6 +89,18 @@ def rows_of(product: Product, side: int) -> list[str]:
         return any(is_row(end) or is_merged(end) for end in origins(operand, letters.index(letter)))
 
     return [letter for letter in product.own(side) if counts_rows(letter)]
+
+
+def weighs_rows(product: Product, axes: tuple[str, str]) -> bool:
+    """Whether a product sums rows of both operands, and the rows of `axes`, which it keeps, are of two sequences: what
+    one operand has beside the rows that are summed (aligned sequences, frames) is no key of the other."""
+
+    def rows(side: int, letters: Iterable[str]) -> set[Origin]:
+        operand, places = product.operands[side], product.letters[side]
+        return {end for letter in letters for end in origins(operand, places.index(letter)) if is_row(end)}
+
+    summed = all(rows(side, product.contracted) for side in (0, 1))
+    return summed and not rows(0, axes[0]) & rows(1, axes[1])
 
 
 def is_merged(origin: Origin) -> bool:

@@ -7,15 +7,16 @@
 Prefix sums (linear attention as a cumsum, minGRU in logarithms) and Fourier transforms (long convolutions, state spaces
 as kernels, FNet) say which dim is the sequence. How they are computed on shards their handlers say (halo.py,
 by_columns.py). So do batched products that sum over rows of an input (linear attention without a mask, attention among
-channels): the input is cut. Where there are none of these, convolutions, windows and weights over tokens (MLP-Mixer,
-gMLP) say it: an input is cut along the longest dim in which they move, the rows of a picture. Where nothing mixes
-tokens, layers do, and an input is cut along a dim that they keep.
+channels), and those that make pairs of its rows: the input is cut. Where there are none of these, convolutions, windows
+and weights over tokens (MLP-Mixer, gMLP) say it: an input is cut along the longest dim in which they move, the rows of
+a picture. Where nothing mixes tokens, layers do, and an input is cut along a dim that they keep.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import TypeAlias
 
 import torch.fx as fx
@@ -32,6 +33,7 @@ from ringopt.dims.op_families import (
     moving_dims,
 )
 from ringopt.dims.origin import is_row, origins
+from ringopt.dims.rule import Dims
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import named, op_name, shape_of, source_line, tensor_args, value_of
 from ringopt.ir.placement import Layouts, Sharded
@@ -44,9 +46,10 @@ ALONG = frozenset((*RUNNING, *TRANSFORMS, "cumsum"))
 Along: TypeAlias = tuple[fx.Node, int]  # a tensor, and one of its dims
 
 
-def mixed_rows(graph: fx.Graph, layouts: Layouts, ranks: int, refused: bool) -> dict[fx.Node, Sharded]:
+def mixed_rows(graph: fx.Graph, layouts: Layouts, ranks: int, refused: bool, paired: bool) -> dict[fx.Node, Sharded]:
     """What such operators read, and how it may be spread: what products have made, or are made of. `refused`: an
-    attention was found, which all ranks compute, so that layers alone say nothing."""
+    attention was found, which all ranks compute, so that layers alone say nothing. `paired`: there are pairs of tokens,
+    each rank with the rows of its own."""
     found: dict[fx.Node, Sharded] = {}
     near = worked_on(graph) | above_products(graph)
 
@@ -64,11 +67,36 @@ def mixed_rows(graph: fx.Graph, layouts: Layouts, ranks: int, refused: bool) -> 
             continue
         if enough(place):
             found[x] = place
-    summed = dict(demand for node in graph.nodes if is_batched_product(node) for demand in summed_rows(node))
+    products = list(filter(is_batched_product, graph.nodes))
+    summed = dict(demand for node in products for demand in paired_rows(node, paired) or summed_rows(node))
     if not found and not summed:
         summed = moved_rows(graph) or ({} if refused else kept_rows(graph, ranks))
     cuts = worth_cutting(graph, summed, layouts, ranks)
     return found | {x: place for x, place in cuts.items() if enough(place)}
+
+
+def paired_rows(node: fx.Node, paired: bool) -> list[Demand]:
+    """The inputs of a graph of whose rows a product makes pairs, one operand's with the other's (the outer product mean
+    of AlphaFold: Jumper et al. 2021), where the pairs take no less than what they are made of: a sum over something
+    else, sequences that were aligned, would leave each rank with all of them."""
+    rule, operands = rule_of(node), list(tensor_args(node))
+    if rule is None or len(rule.operands) != 2 or not (paired or numel(node) >= numel(operands[0])):
+        return []
+    left, right = (
+        [(origin.node, origin.place) for dim in own for origin in origins(x, along[dim]) if is_row(origin)]
+        for x, along, own in zip(operands, rule.operands, alone(*rule.operands), strict=True)
+    )
+    return [(x, at) for x, at in left if at is not None and (x, at) in right]
+
+
+def alone(left: Dims, right: Dims) -> tuple[list[int], list[int]]:
+    """The dims of a product that one operand has alone."""
+    return [dim for dim in left if dim not in right], [dim for dim in right if dim not in left]
+
+
+def numel(node: fx.Node) -> int:
+    """Of a tensor, at the sizes at hand."""
+    return at_hand(prod(shape_of(node)))
 
 
 def summed_rows(node: fx.Node) -> Iterator[Demand]:
