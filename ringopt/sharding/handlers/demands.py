@@ -22,7 +22,7 @@ import torch.fx as fx
 from ringopt.calls import AttentionCall
 from ringopt.dims.rule import ViewRule
 from ringopt.dims.rules import rule_of
-from ringopt.ir.nodes import LIKE, NEW, is_aten, op_name, shape_of, tensor_args
+from ringopt.ir.nodes import LIKE, NEW, is_aten, named, op_name, shape_of, tensor_args
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import divides, is_open
 from ringopt.ops import operators
@@ -56,7 +56,7 @@ def sources(
         if node in seen or node not in worked or node.op != "call_function":
             continue
         seen.add(node)
-        if are_patches(node, place):
+        if are_patches(node, place) and named(node.args[0], "input") not in worked:  # of what layers made, rows are cut
             found[node], sharder.climbers[node] = place, partial(patches, sharder, node)
             continue
         climbed = climb(sharder, node, place)

@@ -82,3 +82,25 @@ def test_bits_of_patches_are_no_patches():
 def test_a_vision_transformer_of_transformers():
     verdict = validate(3, *build("vit", 0, torch.float64))
     assert not verdict.wrong and verdict.report.sharded_fraction > 0.99
+
+
+class Detector(nn.Module):
+    """A picture's features by convolutions, projected pixel by pixel, as tokens (DETR: Carion et al. 2020)."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tower = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1), nn.ReLU())
+        self.attend = Vision(2, kernel_size=1, stride=1)
+        self.attend.patches = nn.Conv2d(8, WIDTH, 1)
+
+    def forward(self, image):
+        return self.attend(self.tower(image))
+
+
+@pytest.mark.parametrize("size, p", [((16, 6), 2), ((13, 5), 3)])
+def test_what_layers_made_is_cut_above_them(size, p):
+    """A projection pixel by pixel is a convolution of patches too, of one pixel each; its picture is no input."""
+    image = torch.randn(2, 3, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    verdict = validate(p, Detector().double(), image.requires_grad_())
+    assert not verdict.wrong and verdict.report.sharded_fraction > 0.99
