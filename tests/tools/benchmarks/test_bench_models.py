@@ -135,6 +135,8 @@ def test_layers_are_shortened_together_to_one_of_each_kind() -> None:
     assert config.layer_types == ["sliding_attention", "full_attention"] and config.num_hidden_layers == 2
     assert config.sliding_window == 16 and config.vocab_size == 128
     assert config.num_attention_heads % config.num_key_value_heads == 0
+    stages = tiny(transformers.AutoConfig.for_model("cvt"))  # whose last one skips layers at random
+    assert stages.drop_path_rate == [0.0, 0.0, 0.0] and list(stages.mlp_ratio) == [4.0, 4.0, 4.0]
 
 
 def test_a_part_of_a_model_keeps_what_its_model_asks_of_it() -> None:

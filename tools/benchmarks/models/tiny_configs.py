@@ -135,8 +135,8 @@ def shrunk(config: Any) -> Sizes:
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             small, default = smaller(name, value), declared(type(config))[name]
             given |= {name: small} if small != (default if isinstance(default, (int, float)) else value) else {}
-        elif isinstance(value, (list, tuple)) and value and all(type(part) is int for part in value):
-            given |= {name: parts} if (parts := [int(smaller(name, part)) for part in value]) != list(value) else {}
+        elif isinstance(value, (list, tuple)) and value and all(type(part) in (int, float) for part in value):
+            given |= {name: parts} if (parts := [smaller(name, part) for part in value]) != list(value) else {}
     return given | whole_layers(config, given)
 
 
