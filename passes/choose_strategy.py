@@ -23,7 +23,7 @@ from ringopt.cost.dilated_site import choose_dilated
 from ringopt.cost.layouts import layouts_for
 from ringopt.cost.message_bytes import bytes_sent
 from ringopt.cost.site import case_of, kernel_of, lengths, looked_at, over_nodes, rates_for
-from ringopt.distributed.mesh import ANY, Mesh
+from ringopt.distributed.mesh import ANY
 from ringopt.errors import OptionError
 from ringopt.ir.nodes import op_name, requires_grad, shape_of, source_line
 from ringopt.ir.site import SiteInfo
@@ -38,6 +38,7 @@ from ringopt.sharding.handlers.mixing import mixed_rows, note_of_mixing
 from ringopt.sharding.handlers.pairs import enough_queries
 from ringopt.sharding.latents import note_of_latents, with_latents
 from ringopt.sharding.recurrences.scans import scan_sites
+from ringopt.sharding.sites import NO_EXCHANGE, refusal_of
 
 
 @dataclass(frozen=True)
@@ -95,28 +96,6 @@ def pairs_of(graph: fx.Graph, context: Context) -> dict[fx.Node, Pairs]:
     return found
 
 
-def refusal_of(node: fx.Node, info: SiteInfo, strategy: Strategy, mesh: Mesh) -> str | None:
-    """Why an attention cannot be sharded, None if it can. Raises OptionError where a strategy was asked for by name and
-    there are fewer tokens than ranks."""
-    ranks = mesh.size
-    far = AttentionCall.of(node).mask_term.far
-    if far is not None:
-        return f"its scores go through a function that holds {far:g}; beside such a number partial sums are not exact"
-    queries, keys = lengths(node, mesh)
-    if min(queries, keys) >= ranks:
-        return None
-    if max(queries, keys) >= ranks and min(queries, keys) > 0 and strategy == "auto":
-        info.whole = "queries" if queries < keys else "keys"
-        return None
-    few = f"{at_hand(min(queries, keys))} rows for {ranks} ranks"
-    if strategy != "auto":
-        raise OptionError(
-            f"option strategy={strategy!r}: site {info.module or node.name} has {few}; every rank needs a "
-            'row. Use fewer ranks, longer inputs, or strategy="auto", which leaves such a site replicated'
-        )
-    return f"{few}: every rank needs a row"
-
-
 def choose_for(node: fx.Node, info: SiteInfo, asked: SiteOptions, context: Context) -> None:
     """Fills in strategy, layout, kernel and predicted bytes of one site. Raises OptionError if the strategy cannot."""
     case = case_of(node, context.mesh, asked.kernel, context.carries)
@@ -125,8 +104,8 @@ def choose_for(node: fx.Node, info: SiteInfo, asked: SiteOptions, context: Conte
     info.strategy = on_nodes(asked.strategy, context.mesh)
     if info.whole:
         info.strategy = "merge" if info.whole == "queries" else "local"
-        few = at_hand(min(lengths(node, context.mesh)))
-        info.notes.append(f"{few} rows of {info.whole} for {context.mesh.size} ranks: all on every rank")
+        few = f"{at_hand(min(lengths(node, context.mesh)))} rows of {info.whole} for {context.mesh.size} ranks"
+        info.notes.append(NO_EXCHANGE if info.by_heads else f"{few}: all on every rank")
     elif info.strategy == "auto":
         fixed = context.mesh.name != ANY and not any(map(is_open, lengths(node, context.mesh)))
         choice = choose_strategy(case, looked_at(context.mesh), info.layout, rates_for(context.mesh, node), fixed)

@@ -72,7 +72,7 @@ class ShardSequence(Pass):
             handled, worked = frozenset(HANDLERS), worked_on(gm.graph)
             whole = windows(sharder, self.in_windows(context), handled, worked)
             wanted = [*self.demanded(context), *begin_scans(sharder, context.scans), *whole]
-            pairs = spread_pairs(sharder, context.pairs) | dict(context.cuts) | dict(context.mixed)
+            pairs = spread_pairs(sharder, context.pairs, context.sites) | dict(context.cuts) | dict(context.mixed)
             sharder.sources = sources(sharder, wanted, handled | MIXED, worked) | pairs | dict(whole)
             random = self.walk(sharder, functions, gm.graph, context)
             eliminate_dead_code(sharder.graph)

@@ -35,10 +35,11 @@ class Latents:
 class SiteInfo:
     """One attention site; the passes fill it in, the report shows it. `masked`: the program passes a mask; `source`:
     its line of source; `not_dilated`: why the dilation of the options is not applied; `whole`: the side with too few
-    tokens to shard, which is replicated; `reason`: the note that explains the choice of the strategy;
-    `kernel_there`: that of the hardware which a report is made for; `latents`: what travels in the place of K and V,
-    None where these travel; `predictions`: of the strategies that were compared, the cost model's choice first, in
-    `training` of both directions."""
+    tokens to shard, which is replicated; `by_heads`: tokens stand in the place of its heads (each query has keys of
+    its own), and are sharded instead; `reason`: the note that explains the choice of the strategy; `kernel_there`: that
+    of the hardware which a report is made for; `latents`: what travels in the place of K and V, None where these
+    travel; `predictions`: of the strategies that were compared, the cost model's choice first, in `training` of
+    both directions."""
 
     module: str
     form: str
@@ -55,6 +56,7 @@ class SiteInfo:
     notes: list[str] = field(default_factory=list)
     reason: str = ""
     whole: Literal["", "queries", "keys"] = ""
+    by_heads: bool = False
     latents: Latents | None = None
     predictions: tuple[Prediction, ...] = ()
     training: bool = False

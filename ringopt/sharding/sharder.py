@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ class Sharder:
         self.set(node, made, None)
 
     def along(self, node: fx.Node) -> bool:
-        """By the table of rules, when some operand is sharded; False where the table has no answer."""
+        """By the table of rules, when some operand is sharded: as the largest one. False where it has no answer."""
         operands = list(tensor_args(node))
         at = [(i, place) for i, arg in enumerate(operands) if (place := self.placements.get(arg)) is not None]
         rule = rule_of(node) if at else None
@@ -131,8 +132,8 @@ class Sharder:
             return False
         self.reader = node
         first = self.leading.get(node)
-        ranks = [(x is not first, -len(shape_of(x))) for x in operands]
-        for i, place in sorted(at, key=lambda found: ranks[found[0]]):
+        order = [(x is not first, -len(shape_of(x)), -at_hand(prod(shape_of(x)))) for x in operands]
+        for i, place in sorted(at, key=lambda found: order[found[0]]):
             out = rule.push(i, place)
             wanted = rule.pull(out) if out is not None else None
             if out is not None and wanted is not None and self.consistent(rule, wanted, out):

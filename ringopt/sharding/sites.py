@@ -13,12 +13,18 @@ import torch.fx as fx
 
 from ringopt.calls import AttentionCall, DilatedCall, RingCall
 from ringopt.context_parallel.geometry.dilation import is_dilated
+from ringopt.cost.site import lengths
+from ringopt.dims.origin import is_row, origins
+from ringopt.distributed.mesh import Mesh
+from ringopt.errors import OptionError
 from ringopt.ir.nodes import shape_of
 from ringopt.ir.placement import Sharded
 from ringopt.ir.site import Latents, SiteInfo
+from ringopt.ir.symbolic_sizes import at_hand, same
 from ringopt.ops import operators
 from ringopt.ops.expansion import ExpansionCall
 from ringopt.ops.ring import VERSION
+from ringopt.options import Strategy
 from ringopt.sharding.latents import rows_first
 from ringopt.sharding.sharder import Sharder
 
@@ -26,6 +32,38 @@ aten = torch.ops.aten
 
 NO_EXCHANGE = "what is spread stands beside its rows (windows of a sequence, say), so none needs another rank's"
 GATHERED = "what is spread stands beside its rows, and it cannot be attended to in parts there: it is computed whole"
+
+
+def refusal_of(node: fx.Node, info: SiteInfo, strategy: Strategy, mesh: Mesh) -> str | None:
+    """Why an attention cannot be sharded, None if it can. Raises OptionError where a strategy was asked for by name and
+    there are fewer tokens than ranks."""
+    ranks = mesh.size
+    far = AttentionCall.of(node).mask_term.far
+    if far is not None:
+        return f"its scores go through a function that holds {far:g}; beside such a number partial sums are not exact"
+    queries, keys = lengths(node, mesh)
+    if min(queries, keys) >= ranks:
+        return None
+    if max(queries, keys) >= ranks and min(queries, keys) > 0 and strategy == "auto":
+        info.whole = "queries" if queries < keys else "keys"
+        info.by_heads = info.whole == "queries" and heads_are_tokens(node, ranks)
+        return None
+    few = f"{at_hand(min(queries, keys))} rows for {ranks} ranks"
+    if strategy != "auto":
+        raise OptionError(
+            f"option strategy={strategy!r}: site {info.module or node.name} has {few}; every rank needs a "
+            'row. Use fewer ranks, longer inputs, or strategy="auto", which leaves such a site replicated'
+        )
+    return f"{few}: every rank needs a row"
+
+
+def heads_are_tokens(node: fx.Node, ranks: int) -> bool:
+    """Whether tokens stand in the place of heads, each of which has keys of its own (graph transformers, whose edges
+    are added to the keys: Dwivedi and Bresson 2020), as many of queries as of keys, and enough for the ranks."""
+    call = AttentionCall.of(node)
+    queries, keys = shape_of(call.q)[1], shape_of(call.k)[1]
+    tokens = [any(map(is_row, origins(x, 1))) for x in (call.q, call.k)]
+    return all(tokens) and call.sinks is None and same(queries, keys) and bool(queries >= 2 * ranks)
 
 
 def demands(node: fx.Node, info: SiteInfo) -> Iterator[tuple[fx.Node, Sharded]]:
@@ -39,6 +77,9 @@ def demands(node: fx.Node, info: SiteInfo) -> Iterator[tuple[fx.Node, Sharded]]:
 
 def operands(node: fx.Node, info: SiteInfo) -> Iterator[tuple[fx.Node, Sharded]]:
     """The same of q, k and v alone."""
+    if info.by_heads:
+        yield from ((x, Sharded(1, 1, shape_of(x)[1], 1)) for x in AttentionCall.of(node).operands)
+        return
     sides = zip(AttentionCall.of(node).operands, ("queries", "keys", "keys"), strict=True)
     yield from ((x, Sharded(2, 1, shape_of(x)[2], 1)) for x, side in sides if info.whole != side)
 

@@ -8,13 +8,14 @@ site, where every rank could make all of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import torch.fx as fx
 
 from ringopt.context_parallel.geometry.layouts import chunks_per_rank
-from ringopt.ir.nodes import op_name
+from ringopt.ir.nodes import op_name, tensor_args
 from ringopt.ir.placement import Layouts, Sharded
+from ringopt.ir.site import SiteInfo
 from ringopt.ir.symbolic_sizes import is_open
 from ringopt.recognize.row_pairs import Pairs
 from ringopt.sharding.behind_breaks import WEIGHTY
@@ -23,6 +24,7 @@ from ringopt.sharding.grains import inside_chunks
 from ringopt.sharding.handlers.demands import Demand, climb
 from ringopt.sharding.ranks import two_rows_each
 from ringopt.sharding.sharder import Sharder
+from ringopt.sharding.sites import operands
 
 
 def enough_queries(pairs: Pairs, layouts: Layouts, ranks: int) -> bool:
@@ -43,10 +45,12 @@ def wanted_by(pairs: Collection[Pairs]) -> Iterator[Demand]:
         yield from each.others
 
 
-def spread_pairs(sharder: Sharder, pairs: dict[fx.Node, Pairs]) -> dict[fx.Node, Sharded]:
+def spread_pairs(
+    sharder: Sharder, pairs: Mapping[fx.Node, Pairs], sites: Mapping[fx.Node, SiteInfo]
+) -> dict[fx.Node, Sharded]:
     """What is to be spread as soon as it is there. Tells the sharder which operand of a product gives it its rows, and
     what of it is gathered for whoever reads all of it."""
-    found: dict[fx.Node, Sharded] = {}
+    found = own_keys(sharder, sites)
     for product, each in pairs.items():
         sharder.leading[product] = each.queries
         for other, at in each.others:
@@ -57,6 +61,22 @@ def spread_pairs(sharder: Sharder, pairs: dict[fx.Node, Pairs]) -> dict[fx.Node,
         if enough_rows(sharder, each.rows.length):
             found[each.queries] = each.rows
             sharder.in_parts.discard(each.queries)
+    return found
+
+
+def own_keys(sharder: Sharder, sites: Mapping[fx.Node, SiteInfo]) -> dict[fx.Node, Sharded]:
+    """Of the keys and values that each query has for itself, what is made of pairs: it is spread by queries as soon as
+    it is there. Else the keys that it is added to, fewer numbers by far, would say by which tokens."""
+    found = dict[fx.Node, Sharded]()
+    for site in (node for node, info in sites.items() if info.by_heads):
+        pending = list(operands(site, sites[site]))
+        while pending:
+            node, place = pending.pop()
+            above = (climb(sharder, node, place) if node.op == "call_function" else None) or []
+            if len(above) == len(list(tensor_args(node))):
+                pending += above
+            else:
+                found |= dict(above)
     return found
 
 
