@@ -9,6 +9,10 @@ Huang et al. 2018; Transformer-XL, Dai et al. 2019, appendix B) of as many place
 next query: that is read at r in a copy that is moved by one row.
 
     T[q + (k - q + n) // (n + 1), j]   ->   where((k - q + n) // (n + 1) == 1, moved T[r, j], T[r, j])
+
+In a picture of w columns a place is a row and a column of it (positions by both: Li et al. 2022, MViTv2, as in SAM):
+
+    T[q // w, q % w, k // w]           ->   T[r, k // w] of a view with one dim for both
 """
 
 from __future__ import annotations
@@ -19,11 +23,11 @@ from functools import reduce
 import torch
 import torch.fx as fx
 
-from ringopt.expr.simplify import compare, substitute, where
+from ringopt.expr.simplify import apply, compare, substitute, where
 from ringopt.expr.terms import Affine, Load, Term, affine, axis, load, loads
 from ringopt.ir.nodes import op_name, origin, shape_of, value_of
 from ringopt.ir.notes import ROWS_OF
-from ringopt.ir.symbolic_sizes import same
+from ringopt.ir.symbolic_sizes import is_open, same
 from ringopt.recognize.lift import Cone, Unreadable
 from ringopt.recognize.lift_views import addends, plus
 
@@ -58,6 +62,7 @@ class OwnRows:
 
     def near(self, table: Load, cone: Cone) -> Term:
         """An element, at r of the table or of a copy of it."""
+        table = self.merged(table)
         found = [(dim, *row) for dim, place in enumerate(table.index) if (row := row_of(place, cone)) is not None]
         if not found and axis("k") in table.index:
             return table
@@ -72,6 +77,28 @@ class OwnRows:
         index = [axis("r") if other == dim else place for other, place in enumerate(table.index)]
         read = [load(self.moved(table.source, dim, by, cone.sizes["q"]), index, table.dtype) for by in rows]
         return read[0] if len(read) == 1 else where(compare("eq", away, rows[1]), read[1], read[0], table.dtype)
+
+    def merged(self, table: Load) -> Load:
+        """The same element of a view in which the row and the column of a query's place in a picture are one dim."""
+        source, place = table.source, axis("q")
+        for dim in range(len(table.index) - 1):
+            width = shape_of(source)[dim + 1]
+            both = tuple(apply(op, [place, width], place.dtype) for op in ("floor_divide", "remainder"))
+            if not is_open(width) and table.index[dim : dim + 2] == both:
+                index = [*table.index[:dim], place, *table.index[dim + 2 :]]
+                return load(self.flat(source, dim), index, table.dtype)
+        return table
+
+    def flat(self, table: fx.Node, dim: int) -> fx.Node:
+        """A table whose `dim` and the next are one."""
+        sizes = shape_of(table)
+        shape = [*sizes[:dim], sizes[dim] * sizes[dim + 1], *sizes[dim + 2 :]]
+        with table.graph.inserting_after(table):
+            name = f"{table.name}_rows"
+            view = table.graph.create_node("call_function", aten.reshape.default, (table, shape), name=name)
+        view.meta = origin(table) | {ROWS_OF: table, "val": value_of(table).new_empty(shape)}
+        self.carries[view] = self.carries[table]
+        return view
 
     def moved(self, table: fx.Node, dim: int, first: int, count: int) -> fx.Node:
         """`count` rows of a table, from `first` on; there are zeros beyond its ends, which nothing reads."""
