@@ -6,6 +6,11 @@ import pytest
 import torch
 
 import ringopt
+from ringopt.calls import OpCall
+from ringopt.passes import UNDERSTAND
+from ringopt.passes.lower import Lower
+from ringopt.scans.call import is_scan
+from tests.harness.capturing import after
 from tests.harness.translation import validate_function
 
 BATCH, ROWS, HEADS, DEPTH = 2, 7, 3, 4
@@ -101,3 +106,27 @@ def test_outputs_that_lay_apart_still_do():
     assert any("is one scan" in note for note in ringopt.reports()[-1].notes)
     last.zero_()
     assert states[-1].tolist() == [1.9375, 1.9375]
+
+
+def narrow(x):
+    """Of a step's row the state is an eighth."""
+    state, states = x[:, 0, 0], []
+    for t in range(1, ROWS):
+        state = (state[:, None] * x[:, t]).sum(1)
+        states.append(state)
+    return torch.stack(states, 1)
+
+
+def wide(x):
+    state, states = x[:, 0], []
+    for t in range(1, ROWS):
+        state = state * x[:, t]
+        states.append(state)
+    return torch.stack(states, 1)
+
+
+@pytest.mark.parametrize("program, learns, kept", [(narrow, True, True), (narrow, False, False), (wide, True, False)])
+def test_states_that_are_small_are_kept_for_a_backward(program, learns, kept):
+    gm, _ = after([*UNDERSTAND, Lower()], program, torch.randn(BATCH, ROWS, 8, requires_grad=learns))
+    (scan,) = filter(is_scan, gm.graph.nodes)
+    assert OpCall.of(scan)["keeps"] == kept

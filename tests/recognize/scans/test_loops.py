@@ -304,3 +304,25 @@ def test_states_that_are_joined_backwards_are_turned_at_once(join):
     gm, _ = after(PASSES, listed, *given)
     assert ops(gm).count("flip") == 1 and "select" not in ops(gm)[ops(gm).index("scan") :]
     torch.testing.assert_close(gm(*given)[0], listed(*given))
+
+
+def test_parts_of_one_size_between_parts_of_another_are_no_even_places():
+    def program(x, f):
+        parts, state, out = x.split([2, 1] * 4 + [ROWS - 12], 1), torch.zeros_like(x[:, 0]), []
+        for t in range(4):
+            state = state * f[:, t].sigmoid() + parts[2 * t].sum(1)
+            out.append(state)
+        return torch.stack(out, 1)
+
+    given = [torch.randn(2, ROWS, WIDTH, dtype=torch.float64) for _ in range(2)]
+    gm, _ = after(PASSES, program, *given)
+    assert ops(gm).count("scan") == 1
+    torch.testing.assert_close(gm(*given)[0], program(*given))
+
+
+def test_a_last_state_lies_in_memory_as_that_of_the_loop():
+    given = [torch.randn(WIDTH, ROWS, 2, dtype=torch.float64).transpose(0, 2) for _ in range(2)]
+    gm, _ = after(PASSES, last_state, *given)
+    (found,), expected = gm(*given), last_state(*given)
+    assert ops(gm).count("scan") == 1 and found.stride() == expected.stride() == (1, 2)
+    torch.testing.assert_close(found, expected)
