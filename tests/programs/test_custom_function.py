@@ -10,6 +10,7 @@ import ringopt
 from ringopt.frontend.capture import capture
 from ringopt.ir.autograd_function import custom_gradients
 from ringopt.ir.refusal import GraphRefused
+from ringopt.sharding.handlers.autograd_function import Functions
 from tests.harness.capturing import assert_same
 from tests.harness.custom_functions import OTHERS, TOKEN_WISE, Both, Model, Silent, data
 from tests.harness.errors import worst_of
@@ -51,6 +52,30 @@ def test_a_gradient_that_is_not_linear_is_taken_once():
     verdict = validate(2, Model(OTHERS["clipped twice"]).double(), data())
     assert len(custom_gradients(verdict.graph.graph)) == 2
     assert {gather.op for gather in verdict.report.gathers} == {"renorm"}
+
+
+class OfEach(Function):
+    """A result of the rows and one of a weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x.sin(), weight.cos()
+
+    @staticmethod
+    def backward(ctx, grad, of_weight):
+        return grad.clamp(-1e-3, 2e-3), of_weight
+
+
+def test_a_function_of_which_one_result_is_read_is_called_once_though_that_is_wanted_in_two_forms(monkeypatch):
+    """Along the rows, as it is placed, and along columns; the other result is replicated."""
+    monkeypatch.setattr(Functions, "twice", lambda self: {})  # where there are two, it asks for another walk, each time
+
+    def step(model, x):
+        y, _ = OfEach.apply(x, model.gain)
+        return y + y.sort(1).values
+
+    verdict = validate(2, Model(step, ("after",)).double(), data())
+    assert verdict.wrong == "" and len(custom_gradients(verdict.graph.graph)) == 1
 
 
 def test_what_the_backward_gathers_is_told():

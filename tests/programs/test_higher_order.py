@@ -284,6 +284,16 @@ def test_other_graphs_are_another_program():
     assert len(texts) == 2
 
 
+def test_rows_of_a_result_are_those_of_the_dim_that_is_as_long():
+    """Not of that where the operand has them."""
+
+    def turning(m, x):
+        return torch.cond(x.sum() > 0, lambda y: y.sin().mT.clone(), lambda y: y.cos().mT.clone(), (x,)).mT
+
+    report = ringopt.explain(Model(turning), data()["x"], world_size=2)
+    assert report.refusal is None and report.sharded_fraction == 1.0
+
+
 @OLD
 def test_a_checkpoint_around_one():
     """It is computed again as torch would."""

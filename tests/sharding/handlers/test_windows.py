@@ -113,6 +113,17 @@ def test_blocks_that_see_their_neighbours():
     assert report.sites[0].strategy == "none" and [gather.op for gather in report.gathers] == ["output"], report
 
 
+def test_rows_that_change_places_inside_windows():
+    """No rule follows a demand over that, on the way to any of q, k and v."""
+
+    def attend(m, x):
+        q, k, v = map(heads, m.qkv(x.unflatten(1, (-1, W)).roll(1, 2)).chunk(3, -1))
+        return ((q @ k.mT / 2).softmax(-1) @ v).transpose(2, 3).reshape(x.shape)
+
+    report = check(2, Local(attend))
+    assert [(site.strategy, site.bytes_sent) for site in report.sites] == [("none", 0)], report
+
+
 def with_keys_of_all(m, x):
     q, k, v = m.qkv(x).chunk(3, -1)
     k, v = (t[:, None].expand(-1, x.shape[1] // W, -1, -1) for t in (k, v))
