@@ -221,6 +221,15 @@ def assert_same_distribution(name: str, found: Tensor, expected: Tensor) -> None
         assert abs(below - float((expected <= expected.quantile(share)).double().mean())) < 0.03, name
 
 
+@pytest.mark.parametrize(("layer", "together"), [(nn.AlphaDropout(), False), (nn.FeatureAlphaDropout(), True)])
+def test_only_of_features_all_numbers_are_dropped_together(layer: nn.Module, together: bool) -> None:
+    gm, given = captured(layer, torch.ones(4, 3, 32))
+    made = made_for(gm, given, 1)[0].graph
+    assert made is not None
+    rows = made(*given)[0].flatten(0, 1)
+    assert (rows == rows[:, :1]).all(1).tolist() == [together] * 12
+
+
 # ---- streams ---------------------------------------------------------------------------------------------------------
 def test_each_call_and_each_draw_has_its_own() -> None:
     """And as many numbers are drawn from the generator, whatever the number of ranks is."""

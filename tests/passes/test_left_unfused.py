@@ -26,6 +26,10 @@ def talking(s, q, k, v, m):
 
 LEFT_ALONE = {
     "channels": (channels, "the softmax runs over features: channel attention, not over a sequence"),
+    "channels, weighed by constants": (
+        lambda s, q, k, v, m: ((q.mT @ (k * places())).softmax(-1) @ v.mT).mT,
+        "the softmax runs over features: channel attention, not over a sequence",
+    ),
     "queries": (
         lambda s, q, k, v, m: (q @ k.mT).softmax(-2) @ v,
         "softmax [2, 3, 13, 13]: over dim -2: the values are summed over other axes than the softmax normalises",
