@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ringopt.cost.dilated import DilatedCase, per_row
+import pytest
+
+from ringopt.cost.dilated import DilatedCase, dilated_memory, per_row
 from ringopt.cost.simulate import Heads
 
 
@@ -14,3 +16,14 @@ def test_a_kept_row_of_a_term() -> None:
     first = DilatedCase("dilated(8:1,29:2,causal)", 29, heads, True, "auto").plan(2, "contiguous").terms[0]
     assert per_row(first, heads, backward=False) == (4 + 2) * (3 + 5) * 2 + 4 * (5 + 1) * 4
     assert per_row(first, heads, backward=True) == ((4 + 2) * (3 + 5) + 4 * 5) * 2 + (4 * 3 + 2 * (3 + 5)) * 4
+
+
+@pytest.mark.parametrize(("rank", "exchanged"), [(0, 6 * 192 + (7 + 7) * 112), (1, 4 * 192 + (15 + 14) * 112)])
+def test_a_forward_holds_sums_packed_rows_and_one_tile(rank: int, exchanged: int) -> None:
+    """Sums of 14 rows or 15 in 32 bits, and the output in 16; of terms that are exchanged, own rows and those that
+    come; of segments within the shard the largest, of 8 rows. A kept row takes 192 bytes of the first term, and 112 of
+    each half of the second's heads."""
+    heads = Heads(1, 4, 2, 3, 5, 2, 4, "bfloat16", "flash_cpu")
+    plan = DilatedCase("dilated(8:1,29:2,causal)", 29, heads, True, "auto").plan(2, "contiguous")
+    sums = (14, 15)[rank] * 4 * ((5 + 1) * 4 + 5 * 2)
+    assert dilated_memory(plan, heads, rank, backward=False) == sums + exchanged + 8 * 192

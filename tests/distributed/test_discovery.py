@@ -127,6 +127,15 @@ def test_only_who_knows_the_secrets_is_accepted() -> None:
     assert sock.recv(1) == b"x"
 
 
+def test_who_does_not_authenticate_is_hung_up_on_and_not_left_to_the_collector() -> None:
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    opened = calls.Door(None)
+    opened.calls.put((here, HELLO.pack(1, os.urandom(32))))
+    assert not opened.accepted([1], SECRETS, 0, time.monotonic() + 0.05)
+    assert here.fileno() == -1 and closed(there)
+    there.close()
+
+
 def test_a_rank_that_does_not_call_is_waited_for_until_one_deadline() -> None:
     name, begin = uuid.uuid4().bytes, time.monotonic()
     with door(name, True) as entrance:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from ringopt.errors import PlanError
+from ringopt.errors import PlanError, RingMismatchError
 from ringopt.ops import operators as ops
 from tests.harness.threads import run_on_threads
 
@@ -24,3 +25,16 @@ def test_a_rank_that_would_have_none_is_an_error_on_all():
     with pytest.raises(PlanError, match="a zigzag sequence of 3 rows, and 2 ranks need 4"):
         rows(3, "zigzag", 2)
     assert rows(2, "contiguous", 2) == [1, 1]
+
+
+def test_a_later_call_with_other_inputs_on_one_rank_is_an_error_before_its_next_message():
+    """Where each call is to be checked; the first is before the number is told."""
+
+    def twice(mesh):
+        for call in range(2):
+            told = [torch.tensor([float(mesh.rank * call)])]
+            ops.rows_here(8, "contiguous", mesh.name, told, "x", "a program", "every")
+        with pytest.raises(RingMismatchError, match=r"earlier call: x on ranks \[1\]"):
+            mesh.all_gather(torch.zeros(1))
+
+    run_on_threads(2, twice)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
+from ringopt.context_parallel.plan.exchange import Cargo, Message, Step
+from ringopt.ops import traffic
 from ringopt.ops.sized_call import Operand, SizedCall
 from ringopt.ops.traits import TABLE
 
@@ -17,3 +22,22 @@ def test_keys_that_come_first_and_sums_that_come_last() -> None:
     row, call = TABLE["ring_attention"], SizedCall("ring_attention", given | lengths | how, None, 2, 0)
     assert row.first is not None and row.first(call) == 4 * 2 * 3 * (5 + 6) * 2
     assert row.last is not None and row.last(call) == (4 + 4) * 2 * 3 * (5 + 6) * 4
+
+
+@pytest.mark.parametrize(("ranks", "asked"), [(3, 3), (1000, traffic.LOOKED_AT)])
+def test_only_ranks_that_there_are_and_a_few_of_many_are_looked_at(ranks: int, asked: int) -> None:
+    """So that a plan of a thousand ranks is not unrolled for a number."""
+
+    class Plan:
+        def __init__(self) -> None:
+            self.ranks, self.looked_at = ranks, list[int]()
+
+        def forward(self, rank: int) -> tuple[Step, ...]:
+            self.looked_at.append(rank)
+            return (Step(receives=(Message(0, rank, Cargo.OUT, (range(rank + 1),)),)),)
+
+        backward = forward
+
+    for rows, most in ((traffic.first_rows, asked), (traffic.last_rows, 0)):
+        plan: Any = Plan()
+        assert rows(plan) == most and plan.looked_at == list(range(asked))

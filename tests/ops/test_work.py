@@ -16,6 +16,7 @@ from ringopt.ops import operators
 from ringopt.ops.sized_call import Operand, SizedCall
 from ringopt.ops.traits import TABLE, flops_of
 from ringopt.scans.body import to_text
+from tests.scans.bodies import Scan, drawn
 
 B, H, QUERIES, KEYS, D, DV = 2, 3, 5, 7, 4, 6
 SEEN = {"full": QUERIES * KEYS, "causal": sum(range(1, QUERIES + 1))}
@@ -80,3 +81,15 @@ def test_tokens_that_masks_pick_are_shared_evenly():
     operands = [Operand((12, D), torch.float32), *masked, Operand((D, DV), torch.float32)]
     call = SizedCall("picked", {"body": body, "operands": operands}, None, 1, 0)
     assert TABLE["picked"].flops(call) == 2 * (2 * 6 * D * DV)
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_a_backward_over_ranks_runs_the_steps_again_and_walks_back_for_each_level(levels):
+    """A walk back is two products for each of the forward. Of 6 steps, each multiplies a 2 x 3 state by a matrix; where
+    there is a second state, the first is multiplied once more for it."""
+    step = lambda s, x, w: (s @ w + x,)  # noqa: E731
+    two = lambda s, t, x, w: (s @ w + x, t + s @ w)  # noqa: E731
+    scan = Scan((step, two)[levels - 1], [drawn(2, 3)] * levels, [drawn(6, 2, 3)], [drawn(3, 3)])
+    arguments = {"init": scan.init, "xs": scan.xs, "consts": scan.consts, "body": scan.text}
+    call = SizedCall("sharded_scan_backward", arguments, None, 2, 0)
+    assert TABLE["sharded_scan_backward"].flops(call) == (1 + 2 + 2 * levels) * 6 * levels * (2 * 2 * 3 * 3)

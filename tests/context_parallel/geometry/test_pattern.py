@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -178,3 +180,17 @@ def test_short_segments_are_computed_together_and_long_ones_alone() -> None:
 def test_two_stretches_are_narrowed_to_the_keys_that_are_seen(keys: range, narrowed: range) -> None:
     """Queries 4 and 5 of a window of two: each sees itself, the key before, and the first one, the sink."""
     assert pattern_of("window(2,sinks=1)", 9, 9).narrowed(range(4, 6), keys) == narrowed
+
+
+def test_rows_of_two_classes_never_meet() -> None:
+    pattern = pattern_of("full(rate=3)", 12, 12)
+    for one, other in product(range(3), repeat=2):
+        queries, keys = range(one, 12, 3), range(other, 12, 3)
+        assert pattern.pairs(queries, keys) == (16 if one == other else 0)
+        assert pattern.kind(queries, keys) is (Kind.FULL if one == other else Kind.EMPTY)
+
+
+@pytest.mark.parametrize(("table", "blind"), [("1:2;0:1", True), ("0:1;1:2", False), ("0:1;", True)])
+def test_the_first_query_of_a_block_is_the_one_that_may_see_no_key(table: str, blind: bool) -> None:
+    """Blocks of two queries and one key: under a list of key 1 alone, query 0 sees none and query 1 does."""
+    assert pattern_of(f"blocks(2x1;{table})", 4, 4).blind is blind
