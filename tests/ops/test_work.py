@@ -87,9 +87,12 @@ def test_tokens_that_masks_pick_are_shared_evenly():
 def test_a_backward_over_ranks_runs_the_steps_again_and_walks_back_for_each_level(levels):
     """A walk back is two products for each of the forward. Of 6 steps, each multiplies a 2 x 3 state by a matrix; where
     there is a second state, the first is multiplied once more for it."""
-    step = lambda s, x, w: (s @ w + x,)  # noqa: E731
-    two = lambda s, t, x, w: (s @ w + x, t + s @ w)  # noqa: E731
-    scan = Scan((step, two)[levels - 1], [drawn(2, 3)] * levels, [drawn(6, 2, 3)], [drawn(3, 3)])
+
+    def step(s, *more):
+        *second, x, w = more
+        return s @ w + x, *(t + s @ w for t in second)
+
+    scan = Scan(step, [drawn(2, 3)] * levels, [drawn(6, 2, 3)], [drawn(3, 3)])
     arguments = {"init": scan.init, "xs": scan.xs, "consts": scan.consts, "body": scan.text}
     call = SizedCall("sharded_scan_backward", arguments, None, 2, 0)
     assert TABLE["sharded_scan_backward"].flops(call) == (1 + 2 + 2 * levels) * 6 * levels * (2 * 2 * 3 * 3)

@@ -16,7 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import ringopt
 from ringopt.dims.products import is_product
+from ringopt.ir.nodes import op_name
 from ringopt.overlap import in_flight
+from ringopt.overlap.async_collectives import Budget, collect_early
 from ringopt.overlap.reorder import product_flops
 from tests.harness.alone import step_of
 from tests.harness.models import difference as error_of
@@ -239,6 +241,39 @@ def test_of_a_backward_the_report_tells_what_alone_is_more_than_may_be_under_way
             "others may be too"
         )
         assert (note in report.notes) == told, report.notes
+
+
+# ---- what it is hidden behind ----------------------------------------------------------------------------------------
+def halved(*behind: Any) -> list[str]:
+    """What is called in a graph where a gather is read at once, and then each of `behind` and a product of other values
+    is computed; after collectives were started early."""
+    graph = torch.fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    whole = graph.call_function(torch.ops.ringopt.gather.default, (x, 0, 1, 6, 4, "contiguous", "some"))
+    read = graph.call_function(torch.ops.aten.relu.default, (whole,))
+    more = [graph.call_function(target, (x,)) for target in behind]
+    product = graph.call_function(torch.ops.aten.mm.default, (x, w))
+    graph.output((read, *more, product))
+    for node in graph.nodes:
+        node.meta["val"] = torch.ones(6 if node in (whole, read) else 3, 4)
+    collect_early(graph, Budget(), {})
+    return [op_name(node) for node in graph.nodes if node.op == "call_function"]
+
+
+def test_a_gather_is_its_halves_around_a_product_that_stood_behind_its_reader() -> None:
+    assert halved() == ["gather_start", "mm", "gather_finish", "relu"]
+    assert halved(torch.ops.aten.sin.default) == ["gather_start", "sin", "mm", "gather_finish", "relu"]
+
+
+def test_nothing_is_brought_past_random_numbers() -> None:
+    assert halved(torch.ops.aten.bernoulli.default) == ["gather", "relu", "bernoulli", "mm"]
+
+
+def test_one_attention_over_the_ranks_is_enough_to_hide_behind_and_nothing_is_not() -> None:
+    graph, ours = torch.fx.Graph(), torch.ops.ringopt
+    relu, attention = (graph.call_function(op) for op in (torch.ops.aten.relu.default, ours.ring_attention.default))
+    assert Budget().pays([relu, attention])
+    assert not Budget().pays([relu]) and not Budget().pays([])
 
 
 def test_products_of_a_convolution_whose_input_wants_no_gradient() -> None:
