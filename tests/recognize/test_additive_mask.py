@@ -78,6 +78,13 @@ def test_choices_between_nothing_and_hidden_nest():
     )  # fmt: skip
 
 
+def test_a_finite_fill_on_one_side_of_a_choice_may_leave_a_row_without_a_key():
+    for fills in ((-1e9, -math.inf), (-math.inf, -1e9)):
+        yes, no = (filled(SEEN, fill) for fill in fills)
+        conditions, bias = taken_apart(where(compare("le", Q, 3), yes, no, torch.float32))
+        assert not conditions and bias is not None
+
+
 def test_sums_and_differences():
     penalty = where(negate(SEEN), number(math.inf, torch.float32), 0.0, torch.float32)
     table = load("table", [axis("h"), K], torch.float32)

@@ -135,6 +135,11 @@ def test_classes_that_are_tokens_are_gathered():
     assert [gather.op for gather in verdict.report.gathers] == ["cross_entropy_loss"]
 
 
+def test_classes_of_one_vector_that_are_tokens_are_gathered():
+    verdict = check(end=lambda m, x: F.cross_entropy(x[0, :, 0], chances(x[0, :, 0])), p=3, n=11)
+    assert "cross_entropy_loss" in [gather.op for gather in verdict.report.gathers]
+
+
 def test_a_loss_kept_by_token_is_gathered_as_small_as_it_is():
     verdict = check(end=lambda m, x: entropy(reduction="none")(m, x), n=13)
     assert [gather.bytes for gather in verdict.report.gathers] == [2 * 13 * 8]
