@@ -193,7 +193,7 @@ def choose_strategy(case: Case, ranks: int, layout: str, rates: Rates, fixed: bo
     are not `fixed`, none that holds for those at hand alone: chunks that are cut nowhere here may be cut elsewhere."""
     found = []
     # Between nodes with one link for all, heads are as well traded by all ranks.
-    over_nodes = [hybrid(rates.node)] if rates.tiers(ranks) and rates.node > 1 else []
+    over_nodes = [hybrid(rates.node)] if rates.tiers(ranks) else []
     for strategy in sorted([*NAMES, *over_nodes], key=order):
         if strategy == MERGE or (strategy == "local" and not fixed):
             continue  # for queries that are not spread; and gathering sends as little where nothing is missing
@@ -302,4 +302,5 @@ def estimated(case: Case, ranks: int, layout: str, strategy: str, rates: Rates) 
 def duration(seconds: float) -> str:
     """Three digits, in s, ms or us."""
     unit, factor = next(((u, f) for u, f in (("s", 1.0), ("ms", 1e3)) if seconds * f >= 1), ("us", 1e6))
-    return f"{seconds * factor:.3g} {unit}" if seconds * factor < 1000 else f"{seconds * factor:,.0f} {unit}"
+    number = seconds * factor  # from 999.5 on, three digits would be written as 1e+03
+    return f"{number:.3g} {unit}" if number < 999.5 else f"{number:,.0f} {unit}"

@@ -168,7 +168,7 @@ def into_arguments(graph: fx.Graph) -> None:
     for node in graph.nodes:
         node.args, node.kwargs = fx.map_arg(node.args, size), fx.map_arg(node.kwargs, size)
     for node in reversed(graph.nodes):
-        if node.op == "call_function" and isinstance(node.meta.get("val"), OPEN) and not node.users:
+        if node.op == "call_function" and isinstance(node.meta.get("val"), OPEN):
             graph.erase_node(node)
 
 

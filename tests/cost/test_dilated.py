@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringopt.cost.dilated import DilatedCase, dilated_memory, per_row
+from ringopt.cost.dilated import DilatedCase, dilated_bytes, dilated_memory, per_row
 from ringopt.cost.simulate import Heads
 
 
@@ -27,3 +27,14 @@ def test_a_forward_holds_sums_packed_rows_and_one_tile(rank: int, exchanged: int
     plan = DilatedCase("dilated(8:1,29:2,causal)", 29, heads, True, "auto").plan(2, "contiguous")
     sums = (14, 15)[rank] * 4 * ((5 + 1) * 4 + 5 * 2)
     assert dilated_memory(plan, heads, rank, backward=False) == sums + exchanged + 8 * 192
+
+
+@pytest.mark.parametrize(("mixing", "forwards"), [("", 1), (",torchscale mixing", 2)])
+def test_a_backward_sends_rows_of_keys_again_and_their_gradients_home(mixing: str, forwards: int) -> None:
+    """Rank 0 sends 6 rows of the segment that is cut and 7 of each half of the second term's heads, each of two KV
+    heads; rank 1 sends as many gradients back, in 32 bits. Of torchscale's mixing a backward runs the forward first."""
+    heads = Heads(1, 4, 2, 3, 5, 2, 4, "bfloat16", "flash_cpu")
+    plan = DilatedCase(f"dilated(8:1,29:2,causal{mixing})", 29, heads, True, "auto").plan(2, "contiguous")
+    numbers = 2 * (6 + 7 + 7) * (3 + 5)
+    assert [dilated_bytes(plan, heads, rank, backward=False) for rank in (0, 1)] == [numbers * 2, 0]
+    assert [dilated_bytes(plan, heads, rank, backward=True) for rank in (0, 1)] == [forwards * numbers * 2, numbers * 4]

@@ -174,7 +174,8 @@ def test_nodes_with_a_slow_link_between_them_favour_the_hybrid() -> None:
     found = choose_strategy(case, 4, "contiguous", far)
     assert found.strategy == "hybrid(2)" and found.reason.startswith("strategy hybrid(2) ")
     few = dataclasses.replace(case, heads=dataclasses.replace(heads, q_heads=1, kv_heads=1))
-    for other, ranks, rates in ((case, 4, near), (case, 2, far), (case, 3, far), (few, 4, far)):
+    single = dataclasses.replace(far, node=1)
+    for other, ranks, rates in ((case, 4, near), (case, 2, far), (case, 3, far), (few, 4, far), (case, 4, single)):
         estimates = choose_strategy(other, ranks, "contiguous", rates).estimates
         assert all(not one.strategy.startswith("hybrid") for one in estimates)
 
@@ -207,6 +208,8 @@ def test_the_layout_is_one_in_which_the_strategy_that_is_asked_for_can_be() -> N
 
 def test_durations_have_three_digits() -> None:
     assert [duration(s) for s in (2.5, 0.0123456, 1.5e-5, 3e-8)] == ["2.5 s", "12.3 ms", "15 us", "0.03 us"]
+    assert [duration(s) for s in (1.0, 1e-3, 1e-6)] == ["1 s", "1 ms", "1 us"]
+    assert [duration(s) for s in (0.9994, 0.9996, 1234.0)] == ["999 ms", "1,000 ms", "1,234 s"]
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(8, "ulysses"), (16, "hybrid(8)")])

@@ -22,6 +22,13 @@ def test_an_input_that_is_read_before_the_next_one():
     assert torch.equal(gm(torch.ones(2), torch.ones(4)), torch.ones(4))
 
 
+def test_sizes_in_arguments_leave_no_node_that_computes_them():
+    gm = make_fx(lambda x: x.new_zeros(2 * x.shape[0] + 1).view(1, -1), tracing_mode="symbolic")(torch.ones(3))
+    assert any(isinstance(node.meta.get("val"), torch.SymInt) for node in gm.graph.nodes)
+    into_arguments(gm.graph)
+    assert all(isinstance(node.meta["val"], torch.Tensor) for node in gm.graph.nodes if node.op == "call_function")
+
+
 def test_the_larger_of_the_sizes_of_two_inputs():
     gm = make_fx(lambda x, y: x.new_zeros(torch.sym_max(x.shape[0], y.shape[0])), tracing_mode="symbolic")(
         torch.ones(3), torch.ones(5)

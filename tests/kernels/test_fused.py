@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ringopt.kernels import fused
+from ringopt.torch_compat.fake_tensors import FakeTensorMode
 
 CPU = torch.device("cpu")
 
@@ -72,3 +73,21 @@ def test_nothing_is_tried_where_triton_is_not_installed(
 ) -> None:
     monkeypatch.setattr(fused, "find_spec", lambda name: None)
     assert not tried(broken, broken)  # without a warning
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "size", "sums"),
+    [
+        ("cuda", torch.float32, 4, True),
+        ("cuda", torch.bfloat16, 4, True),
+        ("cuda", torch.float64, 4, False),
+        ("cuda", torch.float32, 0, False),
+        ("cpu", torch.float32, 4, False),
+    ],
+)
+def test_sums_of_numbers_in_at_most_32_bits_on_a_gpu_are_made_in_one_launch(
+    device: str, dtype: torch.dtype, size: int, sums: bool
+) -> None:
+    """Of tensors without numbers nothing is tried."""
+    with FakeTensorMode():
+        assert fused.usable(torch.empty(size, dtype=dtype, device=device)) == sums

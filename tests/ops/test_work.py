@@ -15,6 +15,7 @@ from ringopt.ir.nodes import op_name
 from ringopt.ops import operators
 from ringopt.ops.sized_call import Operand, SizedCall
 from ringopt.ops.traits import TABLE, flops_of
+from ringopt.ops.work import sdpa
 from ringopt.scans.body import to_text
 from tests.scans.bodies import Scan, drawn
 
@@ -35,6 +36,14 @@ def test_attention_on_one_device(pattern):
         gm = make_fx(program, tracing_mode="fake", pre_dispatch=True)(q, k, v)
         (node,) = (node for node in gm.graph.nodes if node.op == "call_function" and op_name(node) == name)
         assert flops_of(node, SizedCall.of(node, 1, 0)) == 2 * B * H * SEEN[pattern] * (D + DV)
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(0, 7), (5, 0)])
+def test_attention_without_queries_or_keys_is_no_work(rows: int, keys: int) -> None:
+    sizes = {"query": (2, rows, D), "key": (2, keys, D), "value": (2, keys, DV)}
+    operands = {name: Operand(size, torch.float32) for name, size in sizes.items()}
+    call = SizedCall("scaled_dot_product_attention", {**operands, "is_causal": False}, None, 1, 0)
+    assert sdpa(call) == 0
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.fx as fx
 
-from ringopt.overlap.held_back import too_large
+from ringopt.overlap import held_back as module
+from ringopt.overlap.async_collectives import Budget
+from ringopt.overlap.held_back import held_back, too_large
 
 ours = torch.ops.ringopt
 
@@ -38,3 +40,12 @@ def test_gradients_that_are_gathered_or_summed_count_where_they_alone_are_more_t
     graph = graph_of(*call)
     assert too_large(graph, 47) == [f"{what} of the gradient of x (48 B)"]
     assert too_large(graph, 48) == []
+
+
+@pytest.mark.parametrize(("many", "rest"), [(3, "c"), (5, "c and 2 more")])
+def test_three_are_named_and_others_are_counted(monkeypatch: pytest.MonkeyPatch, many: int, rest: str) -> None:
+    monkeypatch.setattr(module, "too_large", lambda graph, bound: list("abcde"[:many]))
+    graph = fx.Graph()
+    graph.output(())
+    (remark,) = held_back(graph, Budget(2, 48), [], 2)
+    assert remark.startswith(f"held back in the backward: a, b, {rest}, for at most ")
