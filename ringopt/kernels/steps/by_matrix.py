@@ -203,13 +203,15 @@ class _Writer:
         left, right = node.args[:2]
         *lead, row, column = places
         inner = shape_of(right)[-2]
-        if row is None or column is None or inner == 1:  # a sum, or no sum at all
-            free = 1 if (row or column or WHOLE[1]).tile == 0 else 0
+        in_tile = [place for place in (row, column) if place and not place.lead]
+        if len(in_tile) < 2 or inner == 1:  # a sum, or no sum at all
+            free = 1 if in_tile and in_tile[0].tile == 0 else 0
             between = WHOLE[free] if inner > 1 else None
             one, other = self.read(left, (*lead, row, between)), self.read(right, (*lead, between, column))
             return self.summed(f"{one} * {other}", free, inner) if inner > 1 else f"{one} * {other}"
-        given = [(left, (*lead, row, WHOLE[1 - row.tile])), (right, (*lead, WHOLE[1 - column.tile], column))]
-        (one, at_one), (other, at_other) = given if row.tile == 0 else reversed(given)
+        first, second = (place.tile for place in in_tile)
+        given = [(left, (*lead, row, WHOLE[1 - first])), (right, (*lead, WHOLE[1 - second], column))]
+        (one, at_one), (other, at_other) = given if first == 0 else reversed(given)
         parts = [self.zeroed(one, at_one, 1, inner), self.zeroed(other, at_other, 0, inner)]
         narrow = FLOATS[value_of(node).dtype]
         parts = [f"tl.cast({part}, {narrow})" if narrow else part for part in parts]

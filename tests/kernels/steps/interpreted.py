@@ -53,6 +53,7 @@ MATRICES: dict[str, tuple[Sizes, Sizes, tuple[int, ...], Step]] = {
     ),
     "token by token": ([(*HEADS, K, V)], [(*HEADS, K), (*HEADS, V), HEADS], (K, 1), delta_rule),
     "from the right": ([(9, K)], [(9, K)], (K, K), lambda s, x, w: torch.mm(s.exp(), w * 0.1).tanh() + x),
+    "a row a matrix": ([(3, 1, K)], [(3, 1, K)], (K, K), lambda s, x, w: (s @ (w * 0.1)).tanh() + x),
     "from both sides": ([(2, 6, 6)], [(2, 6, 6)], (2, 6, 6), lambda s, x, w: x.bmm(s).bmm(w) * 0.1 + s.mT),
     "vectors beside": (
         [(*HEADS, K, V), (*HEADS, K)], [(*HEADS, K), (*HEADS, V)], (),

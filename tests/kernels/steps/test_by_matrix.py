@@ -70,6 +70,7 @@ def test_what_is_written() -> None:
         (lambda s, x: s @ x, [(3, 70, 16), (3, 16, 16)], (3, 3)),  # rows of the state
         (lambda s, x: x @ s @ x, [(3, 70, 70), (3, 70, 70)], (3, 1)),  # each needs all: a whole matrix
         (lambda s, x: x @ s, [(70, 16), (70, 70)], (1, 1)),
+        (lambda s, x: s @ x, [(3, 1, 16), (16, 16)], (3, 1)),  # all matrices, of one row each, by the same one
     ],
 )
 def test_what_a_program_has(step, sizes: list[tuple[int, ...]], grid: tuple[int, int]) -> None:

@@ -26,7 +26,7 @@ def test_numbers() -> None:
     found = subprocess.run(
         [sys.executable, "-m", "tests.kernels.steps.interpreted"], env=environment, capture_output=True, text=True
     )
-    assert found.stdout == "64 right: 40 by element, 24 by matrix\n", found.stdout + found.stderr
+    assert found.stdout == "68 right: 40 by element, 28 by matrix\n", found.stdout + found.stderr
 
 
 @pytest.mark.parametrize(
