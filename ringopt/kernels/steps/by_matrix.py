@@ -272,6 +272,8 @@ class _Writer:
         sizes = {0: 1, 1: 1}
         for size, place in zip(shape_of(node), places, strict=True):
             if place and not place.lead:
+                if place.blocked and size != self.shape[place.tile - 2]:
+                    raise NoForm(f"{node} of {list(shape_of(node))} has other columns than the state")
                 sizes[place.tile] = self.block if place.blocked else padded(size)
         return sizes[0], sizes[1]
 
