@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,6 +27,7 @@ from ringopt.torch_compat.symbolic_shapes import (
     SymNode,
     compute_unbacked_bindings,
     computed,
+    free_unbacked_symbols,
     statically_known_true,
 )
 
@@ -147,6 +149,11 @@ def at_hand(size: Any) -> int:
     if node.hint is None:  # sums of sizes that cross a graph break may have lost theirs; made anew, they have one
         node = SymNode(node.expr, node.shape_env, node.pytype, None)
     return int(node.hint)
+
+
+def elements(sizes: Sequence[Any]) -> int:
+    """How many a tensor has at the sizes at hand, for choices that are right either way; 0 where data decide a size."""
+    return 0 if any(free_unbacked_symbols(size) for size in sizes if is_open(size)) else prod(map(at_hand, sizes))
 
 
 def longest(size: Any) -> int:

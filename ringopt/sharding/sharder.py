@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ from ringopt.ir.nodes import (
 )
 from ringopt.ir.notes import NAMED, PLACEMENT, WHOLE
 from ringopt.ir.placement import Sharded
-from ringopt.ir.symbolic_sizes import at_hand, formula, is_open, same
+from ringopt.ir.symbolic_sizes import at_hand, elements, formula, is_open, same
 from ringopt.ops import operators
 from ringopt.rules.declare import is_foreign, line_to_write
 from ringopt.sharding.ranks import Ranks, two_rows_each
@@ -132,7 +131,7 @@ class Sharder:
             return False
         self.reader = node
         first = self.leading.get(node)
-        order = [(x is not first, -len(shape_of(x)), -at_hand(prod(shape_of(x)))) for x in operands]
+        order = [(x is not first, -len(shape_of(x)), -elements(shape_of(x))) for x in operands]
         for i, place in sorted(at, key=lambda found: order[found[0]]):
             out = rule.push(i, place)
             wanted = rule.pull(out) if out is not None else None

@@ -6,8 +6,9 @@ import sys
 import torch
 import torch.fx as fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ringopt.ir.symbolic_sizes import divides, into_arguments, into_nodes, slice_of
+from ringopt.ir.symbolic_sizes import divides, elements, into_arguments, into_nodes, slice_of
 
 
 def test_an_input_that_is_read_before_the_next_one():
@@ -66,3 +67,9 @@ def test_slices_are_those_of_python():
         first, by, count = slice_of(size, start, end, step)
         rows = range(size)[start:end:step]
         assert (by, count) == (step, len(rows)) and (not rows or first == rows[0]), (size, start, end, step)
+
+
+def test_elements_of_sizes_that_data_decide_are_none():
+    """Such a size has no value at hand."""
+    assert elements([2, 3, 4]) == 24 and elements([]) == 1
+    assert elements([2, 3 * ShapeEnv().create_unbacked_symint()]) == 0

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from math import prod
 from typing import TypeAlias
 
 import torch.fx as fx
@@ -37,7 +36,7 @@ from ringopt.dims.rule import Dims
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import named, op_name, shape_of, source_line, tensor_args, value_of
 from ringopt.ir.placement import Layouts, Sharded
-from ringopt.ir.symbolic_sizes import at_hand
+from ringopt.ir.symbolic_sizes import at_hand, elements
 from ringopt.sharding.behind_breaks import above_products, kept_rows, worth_cutting
 from ringopt.sharding.handlers.demands import Demand, worked_on
 
@@ -80,7 +79,9 @@ def paired_rows(node: fx.Node, paired: bool) -> list[Demand]:
     of AlphaFold: Jumper et al. 2021), where the pairs take no less than what they are made of: a sum over something
     else, sequences that were aligned, would leave each rank with all of them."""
     rule, operands = rule_of(node), list(tensor_args(node))
-    if rule is None or len(rule.operands) != 2 or not (paired or numel(node) >= numel(operands[0])):
+    if rule is None or len(rule.operands) != 2:
+        return []
+    if not paired and elements(shape_of(node)) < elements(shape_of(operands[0])):
         return []
     left, right = (
         [(origin.node, origin.place) for dim in own for origin in origins(x, along[dim]) if is_row(origin)]
@@ -92,11 +93,6 @@ def paired_rows(node: fx.Node, paired: bool) -> list[Demand]:
 def alone(left: Dims, right: Dims) -> tuple[list[int], list[int]]:
     """The dims of a product that one operand has alone."""
     return [dim for dim in left if dim not in right], [dim for dim in right if dim not in left]
-
-
-def numel(node: fx.Node) -> int:
-    """Of a tensor, at the sizes at hand."""
-    return at_hand(prod(shape_of(node)))
 
 
 def summed_rows(node: fx.Node) -> Iterator[Demand]:
