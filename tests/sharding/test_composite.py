@@ -66,6 +66,25 @@ def test_what_is_known_is_left_as_it_is() -> None:
     assert parts_of(call(torch.ops.aten.outer.default, x[0], x[0]), frozenset({"outer"})) is None
 
 
+@pytest.fixture(scope="module")
+def of_a_stranger() -> Iterator[object]:
+    """What torch defines by a product and an operator that nothing here knows."""
+    library = torch.library.Library("ringopt_test_stranger", "DEF")
+    library.define("stranger(Tensor x) -> Tensor")
+    library.impl("stranger", torch.cos, "CompositeExplicitAutograd")
+    library.define("twice(Tensor x) -> Tensor")
+    ops = torch.ops.ringopt_test_stranger
+    library.impl("twice", lambda x: ops.stranger(x) * 2, "CompositeImplicitAutograd")
+    yield ops.twice.default
+    library._destroy()
+
+
+def test_what_has_a_part_that_nothing_knows_is_not_taken_apart(of_a_stranger: object) -> None:
+    node = call(of_a_stranger, torch.ones(3, dtype=torch.int64))
+    assert parts_of(node, frozenset()) is None
+    assert parts_of(node, frozenset({"ringopt_test_stranger::stranger"})) is not None
+
+
 def test_of_several_results_each_is_that_of_its_own_part() -> None:
     """dsplit consists of slices."""
 

@@ -40,3 +40,8 @@ def test_rows_that_are_given_away_are_of_the_length_at_hand(form: Outputs) -> No
         assert how.size[2] == how.placement.length and not isinstance(how.placement.length, int)  # a formula
     else:
         assert how.size == (1, 2, 12, 4) and type(how.placement.length) is int
+
+
+def test_an_output_outside_any_module_is_named_with_its_line() -> None:
+    (how,) = compiled_at_any_length("lazy").left.values()
+    assert "(attention, test_outputs.py:" in how.name

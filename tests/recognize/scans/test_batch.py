@@ -11,7 +11,7 @@ import torch
 from ringopt.ir.nodes import shape_of
 from ringopt.passes.find_scan import FindScan
 from ringopt.passes.normalize import Normalize
-from ringopt.recognize.scans.batch import NoRule, OverSteps, einsum
+from ringopt.recognize.scans.batch import NoRule, OverSteps, einsum, part
 from ringopt.scans.call import is_scan
 from tests.harness.capturing import after, ops, results
 
@@ -82,6 +82,15 @@ def test_an_equation_without_a_place_for_the_steps_is_left_to_the_step(equation)
     operands = list(map(graph.placeholder, ("left", "right")))
     with pytest.raises(NoRule):
         einsum(graph.call_function(torch.ops.aten.einsum.default, (equation, operands)), OverSteps(graph, 7))
+
+
+def test_a_slice_without_a_dim_is_along_the_first_of_a_step():
+    graph = torch.fx.Graph()
+    row = graph.placeholder("row")
+    node = graph.call_function(torch.ops.aten.slice.Tensor, (row,), {"start": 1})
+    batch = OverSteps(torch.fx.Graph(), 7)
+    batch.stacked = {row}
+    assert part(node, batch) == (node.target, [row, 1], {"start": 1})
 
 
 def test_dtypes_of_numbers_and_of_rows_are_promoted_as_in_a_step():
