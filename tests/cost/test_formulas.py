@@ -112,6 +112,16 @@ def test_pairs_are_those_of_the_busiest_rank() -> None:
     assert found["pairs"] * 4 == 4096 * 4097 / 2
 
 
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid(2)"])
+def test_messages_are_as_many_as_the_plan_has(strategy: str) -> None:
+    """Of one dtype: log-sum-exps of another have messages of their own."""
+    heads = dataclasses.replace(HEADS, itemsize=4, dtype="float32")
+    case, rates = Case("full", 16384, 16384, heads, False), dataclasses.replace(RATES, node=2, between=FAR)
+    closed = formulas_of("full", "contiguous", named_strategy(strategy))
+    found = closed.at(numbers(case, 0, 4, rates, trading(strategy)))
+    assert found["messages"] == max(simulate(case.plan(4, "contiguous", strategy), heads, rates, False).messages)
+
+
 def test_formulas_are_readable() -> None:
     text = str(formulas_of("full", "contiguous", "ring"))
     assert "pairs = n**2*((p - 1)/p + 1/p)/p" in text.replace("  ", " ") or "pairs = " in text

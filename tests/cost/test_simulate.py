@@ -142,6 +142,12 @@ def test_what_is_held_is_in_shards() -> None:
     assert held["gather"] - held["ring"] == pytest.approx(4 * 16 * heads.row(), rel=0.15)
 
 
+def test_work_of_one_rank_alone_is_as_many_times_the_mean_as_there_are_ranks() -> None:
+    """A single pair, too."""
+    plan = exchange_of(ShardedPattern.of_self_attention("full", 1, 2, "contiguous"), "ring")
+    assert sorted(pairs_of(plan, rank) for rank in range(2)) == [0, 1] and balance(plan) == 2
+
+
 # ---- choosing --------------------------------------------------------------------------------------------------------
 
 

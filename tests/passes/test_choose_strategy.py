@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import ringopt
+from ringopt.errors import OptionError
 from tests.harness.translation import validate
 
 
@@ -46,6 +47,12 @@ def test_a_choice_is_explained_in_numbers():
     (why,) = (note for note in site(MASKS["window both ways"][0], n=256).notes if note.startswith("strategy"))
     assert why.startswith("strategy halo ") and ", 7.8 KiB sent, predicted (others: " in why
     assert "; ring2 " in why and why.endswith("; no profile: only work counts")
+
+
+def test_a_zigzag_takes_two_rows_of_each_rank():
+    assert site(MASKS["causal"][0], n=8, layout="zigzag").layout == "zigzag"
+    with pytest.raises(OptionError, match="the shortest sequence has 7 rows, and zigzag over 4 ranks needs 8"):
+        site(MASKS["causal"][0], n=7, layout="zigzag")
 
 
 @pytest.mark.parametrize("strategy", ("halo", "gather", "ring", "ring2"))
