@@ -172,6 +172,18 @@ def test_who_takes_it() -> None:
     assert "Triton, a GPU" in str(scored.refusal_of_scored(q, 16, MASK, []))
 
 
+@TRITON
+@pytest.mark.parametrize("dim, block", [(64, 64), (65, 32), (128, 32), (129, 16)])
+def test_the_wider_a_row_is_the_fewer_are_in_a_tile(dim: int, block: int) -> None:
+    """Rows of keys or of values, whichever are wider."""
+    from ringopt.kernels.triton_scored import common
+
+    narrow, wide = torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, dim)
+    for q, v in ((narrow, wide), (wide, narrow)):
+        constants = common(q, q, v, (None, (), None, "", (), (), 1.0, 0, 1.0))[2]
+        assert (constants["BM"], constants["BN"]) == (block, block)
+
+
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:

@@ -27,6 +27,11 @@ def test_a_rank_that_would_have_none_is_an_error_on_all():
     assert rows(2, "contiguous", 2) == [1, 1]
 
 
+def test_no_rows_at_all_are_an_error_on_one_rank_too():
+    with pytest.raises(PlanError, match="a contiguous sequence of 0 rows, and 1 ranks need 1"):
+        rows(0, "contiguous", 1)
+
+
 def test_a_later_call_with_other_inputs_on_one_rank_is_an_error_before_its_next_message():
     """Where each call is to be checked; the first is before the number is told."""
 

@@ -32,3 +32,21 @@ def test_a_value_of_one_channel_whose_view_a_product_reads(channels: int, open_r
     say_row_major(graph)
     (read,) = view.all_input_nodes
     assert (read.target is FORCE_STRIDE_ORDER and read.args[0] is total) if forced else read is total
+
+
+@pytest.mark.parametrize("open_rows", [True, False])
+def test_a_kept_value_is_row_major_where_a_size_of_it_is_open(open_rows: bool) -> None:
+    """The strides of others are told to the backward, and vectors have one order."""
+    shapes = ShapeEnv()
+    graph = fx.Graph()
+    x, y = (graph.placeholder(name) for name in ("x", "y"))
+    matrix, vector = (graph.call_function(aten.add.Tensor, (a, a)) for a in (x, y))
+    graph.output((matrix, vector))
+    with FakeTensorMode(shape_env=shapes):
+        rows = shapes.create_unbacked_symint() if open_rows else 5
+        x.meta["val"] = matrix.meta["val"] = torch.empty(rows, 4)
+        y.meta["val"] = vector.meta["val"] = torch.empty(rows)
+    say_row_major(graph)
+    (kept, same) = graph.output_node().all_input_nodes
+    assert same is vector
+    assert (kept.target is FORCE_STRIDE_ORDER and kept.args[0] is matrix) if open_rows else kept is matrix

@@ -105,6 +105,11 @@ def test_padding_is_not_attended(p: int, causal: bool, kernel: str) -> None:
     assert_right(p, problem(67), Patterns((8, 23, 40), (1, 2, 4), causal), seen, kernel=kernel)
 
 
+def test_padding_may_be_the_same_in_the_whole_batch() -> None:
+    seen = torch.arange(67)[None] < 50
+    assert_right(2, problem(67), SCHEDULES["dividing"], seen)
+
+
 def test_messages_are_attended_to_after_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of segments that are cut and of those that are whole on a rank."""
     done = calls_of(monkeypatch, {Math: ("forward", "backward"), ThreadMesh: ("attend",)})
