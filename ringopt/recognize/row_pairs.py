@@ -94,13 +94,14 @@ def rows_of(product: Product, side: int) -> list[str]:
 def weighs_rows(product: Product, axes: tuple[str, str]) -> bool:
     """Whether a product sums rows of both operands, and the rows of `axes`, which it keeps, are of two sequences: what
     one operand has beside the rows that are summed (aligned sequences, frames) is no key of the other."""
+    summed = all(row_origins(product, side, product.contracted) for side in (0, 1))
+    return summed and not row_origins(product, 0, axes[0]) & row_origins(product, 1, axes[1])
 
-    def rows(side: int, letters: Iterable[str]) -> set[Origin]:
-        operand, places = product.operands[side], product.letters[side]
-        return {end for letter in letters for end in origins(operand, places.index(letter)) if is_row(end)}
 
-    summed = all(rows(side, product.contracted) for side in (0, 1))
-    return summed and not rows(0, axes[0]) & rows(1, axes[1])
+def row_origins(product: Product, side: int, letters: Iterable[str]) -> set[Origin]:
+    """The rows of inputs that these axes of an operand come from."""
+    operand, places = product.operands[side], product.letters[side]
+    return {end for letter in letters for end in origins(operand, places.index(letter)) if is_row(end)}
 
 
 def is_merged(origin: Origin) -> bool:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, MutableMapping, Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -95,12 +96,7 @@ class OwnRows:
         """A table whose `dim` and the next are one."""
         sizes = shape_of(table)
         shape = [*sizes[:dim], sizes[dim] * sizes[dim + 1], *sizes[dim + 2 :]]
-        with table.graph.inserting_after(table):
-            name = f"{table.name}_rows"
-            view = table.graph.create_node("call_function", aten.reshape.default, (table, shape), name=name)
-        view.meta = origin(table) | {ROWS_OF: table, "val": value_of(table).new_empty(shape)}
-        self.carries[view] = self.carries[table]
-        return view
+        return self.copied(table, "rows", aten.reshape.default, shape, shape)
 
     def moved(self, table: fx.Node, dim: int, first: int, count: int) -> fx.Node:
         """`count` rows of a table, from `first` on; there are zeros beyond its ends, which nothing reads."""
@@ -108,10 +104,14 @@ class OwnRows:
         if first == 0 and same(size, count):
             return table
         pad = [0, 0] * (len(shape_of(table)) - 1 - dim) + [-first, first + count - size]
-        with table.graph.inserting_after(table):
-            name = f"{table.name}_moved"
-            copy = table.graph.create_node("call_function", aten.constant_pad_nd.default, (table, pad), name=name)
         shape = [count if other == dim else n for other, n in enumerate(shape_of(table))]
+        return self.copied(table, "moved", aten.constant_pad_nd.default, pad, shape)
+
+    def copied(self, table: fx.Node, name: str, target: Any, given: list[int], shape: list[int]) -> fx.Node:
+        """The table in another form, of this shape, right behind it."""
+        with table.graph.inserting_after(table):
+            name = f"{table.name}_{name}"
+            copy = table.graph.create_node("call_function", target, (table, given), name=name)
         copy.meta = origin(table) | {ROWS_OF: table, "val": value_of(table).new_empty(shape)}
         self.carries[copy] = self.carries[table]
         return copy

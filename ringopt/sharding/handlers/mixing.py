@@ -21,6 +21,7 @@ from typing import TypeAlias
 import torch.fx as fx
 
 from ringopt.context_parallel.geometry.layouts import chunks_per_rank
+from ringopt.dims.contraction import product_of
 from ringopt.dims.contraction_rules import PRODUCTS, is_batched_product
 from ringopt.dims.op_families import (
     CONVOLUTIONS,
@@ -32,11 +33,11 @@ from ringopt.dims.op_families import (
     moving_dims,
 )
 from ringopt.dims.origin import is_row, origins
-from ringopt.dims.rule import Dims
 from ringopt.dims.rules import rule_of
 from ringopt.ir.nodes import named, op_name, shape_of, source_line, tensor_args, value_of
 from ringopt.ir.placement import Layouts, Sharded
 from ringopt.ir.symbolic_sizes import at_hand, elements
+from ringopt.recognize.row_pairs import row_origins
 from ringopt.sharding.behind_breaks import above_products, kept_rows, worth_cutting
 from ringopt.sharding.handlers.demands import Demand, worked_on
 
@@ -78,21 +79,11 @@ def paired_rows(node: fx.Node, paired: bool) -> list[Demand]:
     """The inputs of a graph of whose rows a product makes pairs, one operand's with the other's (the outer product mean
     of AlphaFold: Jumper et al. 2021), where the pairs take no less than what they are made of: a sum over something
     else, sequences that were aligned, would leave each rank with all of them."""
-    rule, operands = rule_of(node), list(tensor_args(node))
-    if rule is None or len(rule.operands) != 2:
+    product = product_of(node)
+    if product is None or (not paired and elements(shape_of(node)) < elements(shape_of(product.operands[0]))):
         return []
-    if not paired and elements(shape_of(node)) < elements(shape_of(operands[0])):
-        return []
-    left, right = (
-        [(origin.node, origin.place) for dim in own for origin in origins(x, along[dim]) if is_row(origin)]
-        for x, along, own in zip(operands, rule.operands, alone(*rule.operands), strict=True)
-    )
-    return [(x, at) for x, at in left if at is not None and (x, at) in right]
-
-
-def alone(left: Dims, right: Dims) -> tuple[list[int], list[int]]:
-    """The dims of a product that one operand has alone."""
-    return [dim for dim in left if dim not in right], [dim for dim in right if dim not in left]
+    left, right = (row_origins(product, side, product.own(side)) for side in (0, 1))
+    return [(row.node, row.place) for row in left & right if row.place is not None]
 
 
 def summed_rows(node: fx.Node) -> Iterator[Demand]:

@@ -60,4 +60,5 @@ def test_many_sequences_of_few_rows_are_shared():
 
 
 def test_lengths_that_are_open():
-    run_over(Aligned(True), [tuple(given(rows)) for rows in (12, 15, 9)], 2, dynamic=True)
+    reports = run_over(Aligned(True), [tuple(given(rows)) for rows in (12, 15, 9)], 2, dynamic=True).reports
+    assert [report.sharded_fraction for report in reports] == [1.0] * len(reports)
