@@ -13,6 +13,7 @@ from ringopt.tools.benchmarks.lab.against import compared, earlier
 from ringopt.tools.benchmarks.tables import (
     calibrate,
     dilated,
+    dropout,
     exchange,
     forms,
     gpu,
@@ -45,7 +46,7 @@ examples:
 
 TABLES = (
     *(forms, one_process, overlap, kernels, gpu, launches, exchange),
-    *(speedup, scan, memory, soak, dilated, training, widths, passes, models),
+    *(speedup, scan, memory, soak, dilated, dropout, training, widths, passes, models),
 )
 
 

@@ -94,6 +94,33 @@ def draw(
 LIBRARY.impl("draw", draw, "CompositeImplicitAutograd")
 
 
+@torch.library.custom_op("ringopt::drawn", mutates_args=())
+def drawn(
+    seed: Tensor,
+    places: Sequence[Tensor],
+    strides: Sequence[int],
+    count: int,
+    kind: str,
+    numbers: Sequence[float],
+    dtype: torch.dtype,
+) -> Tensor:
+    """`draw` as one call, which no tracer takes apart: for code that no compiler fuses."""
+    return draw(seed, places, strides, count, kind, numbers, dtype)
+
+
+@drawn.register_fake
+def _(
+    seed: Tensor,
+    places: Sequence[Tensor],
+    strides: Sequence[int],
+    count: int,
+    kind: str,
+    numbers: Sequence[float],
+    dtype: torch.dtype,
+) -> Tensor:
+    return seed.new_empty([place.shape[0] for place in places], dtype=dtype)
+
+
 def is_eager(x: Tensor) -> bool:
     """Whether numbers are computed here and now."""
     return type(x) is Tensor and not torch.compiler.is_compiling()

@@ -123,6 +123,7 @@ TABLE: dict[str, Traits] = {
     "seeds": alone(capturable=True),
     "agreed_seeds": Traits(sends=traffic.seeds_compared),
     "draw": alone(capturable=True),
+    "drawn": alone(capturable=True),
     "custom_gradient": alone(capturable=True),
     "picked": alone(flops=work.picked, gradient=conjugates.picked_backward),
     "picked_backward": alone(flops=work.picked_back),

@@ -245,7 +245,10 @@ def inductor_settings(gm: fx.GraphModule, budget: Budget) -> dict[str, Any]:
 
 def early_aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], budget: Budget) -> Callable[..., Any]:
     """torch's backend of that name, with graphs in which exchanges start early. Views become reshapes: fake kernels may
-    have other strides than the real ones (torch 2.13: elu_backward of operands with different strides)."""
+    have other strides than the real ones (torch 2.13: elu_backward of operands with different strides). Draws stay
+    whole, for nothing fuses what they are made of."""
+    for node in gm.graph.find_nodes(op="call_function", target=operators.draw.default):
+        node.target = operators.drawn.default
 
     def ordered(graph: fx.GraphModule) -> None:
         for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):

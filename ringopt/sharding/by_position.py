@@ -211,13 +211,13 @@ def dropped(draw: Draw, feature: bool = False, *factor: float, dtype: torch.dtyp
 
 def dropout(draw: Draw, feature: bool = False) -> fx.Node | None:
     """x * kept * (1 / (1 - p)), to the bit as native_dropout has it; in one product where 16 bits do not round the
-    factor."""
-    x, p = draw["input"], draw["p"]
+    factor. What is kept has the dtype of x: a product with bool is slower than to draw."""
+    x, p, dtype = draw["input"], draw["p"], draw.value.dtype
     if p == 1:
         return draw(aten.mul.Scalar, x, 0)
-    if draw.value.dtype in (torch.float32, torch.float64):
-        return draw(aten.mul.Tensor, x, dropped(draw, feature, 1 / (1 - p), dtype=draw.value.dtype))
-    return draw(aten.mul.Scalar, draw(aten.mul.Tensor, x, dropped(draw, feature)), 1 / (1 - p))
+    if dtype in (torch.float32, torch.float64):
+        return draw(aten.mul.Tensor, x, dropped(draw, feature, 1 / (1 - p), dtype=dtype))
+    return draw(aten.mul.Scalar, draw(aten.mul.Tensor, x, dropped(draw, feature, dtype=dtype)), 1 / (1 - p))
 
 
 def native_dropout(draw: Draw) -> tuple[fx.Node, fx.Node] | None:

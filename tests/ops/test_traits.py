@@ -260,7 +260,8 @@ CALLS: dict[str, Callable[[At], Tensor]] = {
 # Composite ones are seen by what they call, and the others name no group, or only ask for a number of rows.
 UNSEEN = {
     "attention", "flex", "tabulate", "custom_gradient", "rows_here", "copy_to_group", "copy_all_to_group",
-    "leave_to_wrapper", "snapshot", "seeds", "draw", "scan", "scan_backward", "picked", "picked_backward", "mask_facts",
+    "leave_to_wrapper", "snapshot", "seeds", "draw", "drawn", "scan", "scan_backward", "picked", "picked_backward",
+    "mask_facts",
 }  # fmt: skip
 
 

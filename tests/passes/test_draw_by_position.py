@@ -17,6 +17,7 @@ from ringopt.distributed.lookup import mesh_of
 from ringopt.drivers.compile import transform
 from ringopt.drivers.compiled import Compiled
 from ringopt.ir.nodes import is_random, op_name
+from ringopt.ops import operators
 from ringopt.options import Options
 from tests.harness.threads import run_on_threads
 from tests.harness.translation import Seat, Values, captured, difference, values_and_gradients, with_seed
@@ -219,6 +220,18 @@ def assert_same_distribution(name: str, found: Tensor, expected: Tensor) -> None
     for share in (0.1, 0.5, 0.9):
         below = float((found <= expected.quantile(share)).double().mean())
         assert abs(below - float((expected <= expected.quantile(share)).double().mean())) < 0.03, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_kept_has_the_dtype_of_the_operand(dtype: torch.dtype) -> None:
+    """A product with bool takes longer than to draw. Of 16 bits the factor has a product of its own, as in torch."""
+    gm, given = captured(nn.Dropout(0.3), torch.ones(4, 3, 32, dtype=dtype))
+    made = made_for(gm, given, 1)[0].graph
+    assert made is not None
+    (draw,) = made.graph.find_nodes(op="call_function", target=operators.draw.default)
+    assert draw.args[-1] is dtype and len(draw.args[-2]) == (2 if dtype == torch.float32 else 1)
+    least, most = made(*given)[0].unique().tolist()
+    assert (least, most) == (0, (torch.ones((), dtype=dtype) * (1 / 0.7)).item())
 
 
 @pytest.mark.parametrize(("layer", "together"), [(nn.AlphaDropout(), False), (nn.FeatureAlphaDropout(), True)])

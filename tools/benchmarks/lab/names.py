@@ -21,6 +21,9 @@ PASSES = ("forward", "backward")
 # ---- one-process
 BACKENDS = ("ring", "inductor")
 
+# ---- dropout: inner backends
+INNER = ("inductor", "aot_eager", "eager")
+
 # ---- soak
 TIMEOUT = 60.0  # seconds until a message that does not arrive ends the soak
 
