@@ -133,7 +133,7 @@ def solve(node: fx.Node) -> Rule | None:
     """linalg.solve, solve_triangular: leading dims run along, of matrices on both sides. No rule for vectors on the
     right, whose dims stand elsewhere than those of the matrices."""
     out, (matrix, given) = shape_of(node), [shape_of(arg) for arg in list(tensor_args(node))[:2]]
-    if len(given) != len(out) or len(matrix) > len(out) or min(len(matrix), len(given)) < 2:
+    if len(given) != len(out) or len(matrix) > len(out):
         return None
     batch = range(len(out) - 2)
     return Rule(tuple({d: at for d, at in aligned(out, own).items() if d in batch} for own in (matrix, given)))

@@ -19,3 +19,15 @@ def test_what_meets_tokens_one_by_one_has_them_too() -> None:
     given = torch.ones(7) > 0, torch.ones(7, 4), torch.ones(7, 4)
     graph = make_fx(program, tracing_mode="symbolic")(*given).graph
     assert tokens_picked(graph) == [TokensPicked(along=(0, 0, 0), out=0)]
+
+
+def test_tokens_may_be_the_second_dim() -> None:
+    """Of [B, S], S is picked from, for the whole batch alike: the index has None in front."""
+
+    def program(mask: Tensor, x: Tensor) -> Tensor:
+        columns = torch.where(mask)[0]
+        return torch.zeros_like(x).index_add(1, columns, x[:, columns])
+
+    given = torch.ones(7) > 0, torch.ones(3, 7, 4)
+    graph = make_fx(program, tracing_mode="symbolic")(*given).graph
+    assert tokens_picked(graph) == [TokensPicked(along=(0, 1), out=1)]
