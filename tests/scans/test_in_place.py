@@ -34,6 +34,8 @@ STEPS_OF: dict[str, tuple[int, int, Step]] = {
     "views of views": (1, 1, lambda s, x, w: ((s + x).mT.reshape(9)[:3].expand(3, 3) * 0.3, s.mT, w.mT @ x)),
     "what all steps share": (1, 1, lambda s, x, w: (s + (w @ w).exp() * 0.1, (w + 1).mT, w.mT)),
     "several results": (1, 1, lambda s, x, w: (torch.cat([s.split(1)[2], x.sort(0)[0][:2]]), s.max(0)[0] + x, s)),
+    "products that are added": (1, 2, lambda s, x, z, w: (s * 0.9 + x @ z, x - z @ s, (z @ s).mT - x, x @ w + w)),
+    "products added to what others read": (2, 1, lambda a, b, x, w: (a * 0.5 + x @ b, (n := b @ w) + x, n, n + x @ w)),
     "writes": (1, 1, written),
 }  # fmt: skip
 
@@ -95,6 +97,37 @@ def test_nothing_is_made_viewed_or_copied_in_a_step():
         again.run(inputs, [inputs[0], *rows, torch.zeros(3, 3, dtype=torch.float64)])
     assert calls.times["mm"] == 3 * STEPS and calls.times["copy_"] <= STEPS
     assert calls.times["new_empty"] <= 2 and calls.times["transpose"] <= 2 * STEPS
+
+
+def test_a_product_is_added_where_the_sum_goes():
+    """The delta rule, of which each step has four calls of as many results: no sum of its own, no copy."""
+
+    def step(s: Tensor, decay: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+        new = v - torch.bmm(k, s)
+        return [s * decay + torch.bmm(k.mT, new), new.reshape(2, 1, 3, 4)]
+
+    inputs = [drawn(2, 5, 4), drawn(STEPS, 2, 1, 1), drawn(STEPS, 2, 3, 5), drawn(STEPS, 2, 3, 4)]
+    roles = StepRoles(("carry", "row", "row", "row"), ("carry", "row"))
+    again, news = repeated_step(step, kinds_in(inputs, roles), roles), drawn(STEPS, 2, 1, 3, 4)
+    with Called() as calls:
+        (last,) = again.run(inputs, [inputs[0], news])
+    assert (calls.times["baddbmm"], calls.times["mul"]) == (2 * STEPS, STEPS)
+    assert not calls.times["add"] + calls.times["sub"] + calls.times["bmm"] + calls.times["copy_"]
+    state = inputs[0]
+    for *given, new in zip(*inputs[1:], news, strict=True):
+        state, expected = step(state, *given)
+        torch.testing.assert_close(new, expected)
+    torch.testing.assert_close(last, state)
+
+
+def test_products_of_16_bits_are_rounded_before_they_are_added():
+    inputs = [x.bfloat16() for x in (drawn(3, 3), drawn(STEPS, 3, 3))]
+    roles = StepRoles(("carry", "row"), ("carry",))
+    again = repeated_step(lambda s, x: [x + s @ x], kinds_in(inputs, roles), roles)
+    state = inputs[0]
+    for x in inputs[1]:
+        state = x + state @ x
+    assert torch.equal(*again.run(inputs, inputs[:1]), state)
 
 
 def test_memory_is_used_again_once_nothing_reads_it():
