@@ -67,6 +67,8 @@ HOME = SHARD * ROW_BACK
 # Sums of the rank's own rows: there from the start where several exchanges take turns, for some begin with them.
 EARLY = Piecewise((HOME, T > 1), (0, True))
 NARROW = Piecewise((1, itemsize < gradient_itemsize), (0, True))
+# Messages to each other rank of those that trade rows for heads: log-sum-exps of another dtype have their own.
+TRADED = 2 + NARROW
 # What a strip of the queries gives.
 TILE = (RESULTS + 2 * SHARD * batch * q_heads * gradient_itemsize) * Q
 WIDE = NARROW * SUMS * Q  # the results of a strip as they are merged
@@ -309,7 +311,7 @@ def ulysses(pattern: str) -> Formulas:
         bytes_backward=volume.backward_bytes,
         leaving=volume.forward_bytes * others(),
         leaving_backward=volume.backward_bytes * others(),
-        messages=2 * (p - 1),
+        messages=TRADED * (p - 1),
         memory=operands + RESULTS + Max(SUMS + Max(NARROW * OUT, mask), sent * RESULTS),
         saved=RESULTS,
         memory_backward=given + total + Max(total + Max(tile, mask), sent * packed),
@@ -347,7 +349,7 @@ def hybrid(pattern: str, layout: str) -> Formulas:
         bytes_backward=volume.backward_bytes + between.bytes_backward,
         leaving=between.bytes,
         leaving_backward=between.bytes_backward,
-        messages=2 * (g - 1) + between.messages,
+        messages=TRADED * (g - 1) + between.messages,
         memory=operands + RESULTS + Max(between.memory, sent * RESULTS),
         saved=RESULTS,
         memory_backward=given + total + Max(between.memory_backward, sent * packed),

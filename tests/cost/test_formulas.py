@@ -112,10 +112,11 @@ def test_pairs_are_those_of_the_busiest_rank() -> None:
     assert found["pairs"] * 4 == 4096 * 4097 / 2
 
 
+@pytest.mark.parametrize(("itemsize", "dtype"), [(4, "float32"), (2, "bfloat16")])
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid(2)"])
-def test_messages_are_as_many_as_the_plan_has(strategy: str) -> None:
-    """Of one dtype: log-sum-exps of another have messages of their own."""
-    heads = dataclasses.replace(HEADS, itemsize=4, dtype="float32")
+def test_messages_are_as_many_as_the_plan_has(strategy: str, itemsize: int, dtype: str) -> None:
+    """Log-sum-exps of another dtype have messages of their own, where rows are traded for heads."""
+    heads = dataclasses.replace(HEADS, itemsize=itemsize, dtype=dtype)
     case, rates = Case("full", 16384, 16384, heads, False), dataclasses.replace(RATES, node=2, between=FAR)
     closed = formulas_of("full", "contiguous", named_strategy(strategy))
     found = closed.at(numbers(case, 0, 4, rates, trading(strategy)))
