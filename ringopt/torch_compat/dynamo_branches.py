@@ -4,16 +4,15 @@ that makes that the same program (frontend/data_sizes/predication.py)."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import reduce, wraps
 from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
-from torch._dynamo.bytecode_analysis import HASFREE, HASLOCAL, JUMP_OPCODES, TERMINAL_OPCODES
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationExisting, VariableTracker
 from torch._dynamo.variables.builtin import BuiltinVariable
@@ -22,6 +21,7 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ringopt.torch_compat.dynamo import COMPARISONS
+from ringopt.torch_compat.dynamo_bytecode import ASSERTION, end_of_or, following, jumps_by_truth, live_at, way_to_go
 
 __all__ = ["JUMP_BREAK", "Branch", "RowLoop", "branches_and_loops", "decides", "places_taken", "takes_branches"]
 
@@ -172,42 +172,19 @@ def before(tx: Any, instruction: Any) -> None:
         known, place = known_truth(tx.stack[-1].realize()), (tx.f_code, instruction.offset)
         again = any(begun.tx is tx and begun.branch.place == place for begun in trace.open)  # of a loop without a bound
         if known is None and not again and (condition := unknown_truth(tx.stack[-1].realize())) is not None:
-            known, ends = way_to_go(tx, instruction)
-            tx.output.create_proxy("call_function", decides, (tx.stack[-1].as_proxy(),), {})
-            trace.open.append(Begun(trace, tx, Branch(condition, known, place, innermost(trace)), ends))
+            part, last = tx.stack[-1].realize(), end_of_or(tx, instruction)
+            tx.output.create_proxy("call_function", decides, (part.as_proxy(),), {})
+            if last is not None and isinstance(part, TensorVariable):
+                known = False
+                if not (trace.open and isinstance(trace.open[-1], BehindOr) and trace.open[-1].ends_at(tx, last)):
+                    branch = Branch(condition, known, place, innermost(trace))
+                    trace.open.append(BehindOr(trace, tx, branch, [last]))
+                trace.open[-1].parts.append(part)  # type: ignore[attr-defined]
+            else:
+                known, ends = way_to_go(tx, instruction)
+                trace.open.append(Begun(trace, tx, Branch(condition, known, place, innermost(trace)), ends))
         if known is not None:
             tx.stack[-1] = VariableTracker.build(tx, known)
-
-
-ASSERTION = ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT")  # Dynamo keeps assertions
-
-
-def jumps_by_truth(instruction: Any) -> bool:
-    """Whether it goes one of two ways."""
-    name = str(instruction.opname)
-    return "JUMP" in name and name.endswith(("IF_TRUE", "IF_FALSE"))
-
-
-def following(tx: Any, instruction: Any) -> Any:
-    """The next one, as the program is written."""
-    return tx.instructions[tx.indexof[instruction] + 1]
-
-
-def behind_jumps(tx: Any, instruction: Any) -> Any:
-    """The first instruction that does something."""
-    while instruction.opname == "NOP" or (instruction.opname.startswith("JUMP_") and "IF" not in instruction.opname):
-        instruction = following(tx, instruction) if instruction.opname == "NOP" else instruction.target
-    return instruction
-
-
-def way_to_go(tx: Any, jump: Any) -> tuple[bool, list[Any]]:
-    """Which truth leads to a branch, and the instructions at which it has ended: those of the other way, which does
-    nothing if this is the end of both."""
-    on, jumped = following(tx, jump), jump.target
-    truth = jump.opname.endswith("IF_TRUE")
-    if behind_jumps(tx, on) is not on:  # if ...: continue
-        return truth, [on, behind_jumps(tx, on)]
-    return not truth, [jumped, behind_jumps(tx, jumped)]
 
 
 def loop_at(trace: Trace, iterator: Any) -> tuple[RowLoop | None, int]:
@@ -280,6 +257,25 @@ class Begun:
                 output.create_proxy("call_function", decides, (fx.Proxy(old, output.current_tracer),), {})
 
 
+class BehindOr(Begun):
+    """What follows the first `or` of a condition, computed where the first of its `parts` is false: up to the jump that
+    decides."""
+
+    def __init__(self, trace: Trace, tx: Any, branch: Branch, ends: list[Any]):
+        super().__init__(trace, tx, branch, ends)
+        self.parts: list[Any] = []
+
+    def end(self) -> None:
+        """Has the whole condition decide."""
+        stack, last = self.tx.stack, self.tx.stack[-1].realize()
+        known = last.is_python_constant()
+        if not known or not last.as_python_constant():
+            self.parts += [] if known else [last]
+            either = VariableTracker.build(self.tx, torch.logical_or)
+            stack[-1] = reduce(lambda one, other: either.call_function(self.tx, [one, other], {}), self.parts)
+        super().end()
+
+
 class State:
     """What a program has in Python: the local `names` that are read later, and what lists and attributes hold."""
 
@@ -332,47 +328,3 @@ def contents(variable: Any) -> Any:
     modified = isinstance(kind := variable.mutation_type, ValueMutationExisting) and kind.is_modified
     held = tuple(map(id, pairs)) if isinstance(pairs, (list, tuple)) else None
     return held, vars(variable).get("index"), modified
-
-
-def live_at(instructions: list[Any], instruction: Any) -> set[str]:
-    """The local names that are read from `instruction` on before they are set, where nothing is raised."""
-    place = {each: number for number, each in enumerate(instructions)}
-    live: list[set[str]] = [set() for _ in instructions]
-    grows = True
-    while grows:
-        grows = False
-        for number in reversed(range(len(instructions))):
-            each = instructions[number]
-            later = set[str]()
-            for next_place in places_after(each, number, place):
-                later |= live[next_place] if next_place < len(live) else set()
-            found = {*names_read(each), *(later - set(names_set(each)))}
-            if found != live[number]:
-                live[number], grows = found, True
-    return live[place[instruction]]
-
-
-def places_after(instruction: Any, number: int, place: dict[Any, int]) -> Iterator[int]:
-    """The numbers of those that may run next."""
-    if instruction.opcode not in TERMINAL_OPCODES:
-        yield number + 1
-    if instruction.opcode in JUMP_OPCODES and instruction.target is not None:
-        yield place[instruction.target]
-
-
-def names_of(instruction: Any) -> list[str]:
-    """The local names in it."""
-    local = instruction.opcode in HASLOCAL or instruction.opcode in HASFREE
-    names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
-    return [name for name in names if isinstance(name, str)] if local else []
-
-
-def names_read(instruction: Any) -> list[str]:
-    """Some that are set there too, where one instruction does both."""
-    return names_of(instruction) if "LOAD" in instruction.opname or "DELETE" in instruction.opname else []
-
-
-def names_set(instruction: Any) -> list[str]:
-    """Those whose value before is not read."""
-    name = instruction.opname
-    return names_of(instruction) if "STORE" in name and "LOAD" not in name else []

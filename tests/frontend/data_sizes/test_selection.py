@@ -56,12 +56,47 @@ def fills(x):
     return y + x
 
 
-@pytest.mark.parametrize("program", [adds_one, takes_another_row, one_in_another, casts, fills])
+def either(x):
+    """Overflow, as models look for it in 16 bits. Of three conditions the second and third are computed always."""
+    y = x * 2
+    if y.isnan().any() or (y > 3).any() or (y < -5).any():
+        y = y.clamp(-1, 1)
+    return y
+
+
+def either_or_a_flag(x, wanted=False):
+    y = x * 2
+    if (y > 3).any() or wanted:
+        y = y + 1
+    if (y > 30).any() or not wanted:
+        y = y * 3
+    return y
+
+
+def neither(x):
+    y = x * 2
+    if not ((y > 3).any() or (y < -5).any()):
+        y = y + 1
+    return y
+
+
+def either_in_another(x):
+    y = x * 2
+    if (x > 0).any() and ((y > 3).any() or (y.abs() < 1).any()):
+        y = y + 1
+    return y
+
+
+@pytest.mark.parametrize(
+    "program",
+    [adds_one, takes_another_row, one_in_another, casts, fills, either, either_or_a_flag, neither, either_in_another],
+)
 def test_both_ways_are_in_one_graph(program, caplog):
     graphs, said = traced(program, X, caplog)
     assert len(graphs) == 1 and "keeps a graph break" not in said
     selects = [node.target for node in graphs[0].graph.nodes].count(torch.where)
-    assert selects == {adds_one: 1, takes_another_row: 2, one_in_another: 4, casts: 1, fills: 0}[program]
+    several = {takes_another_row: 2, one_in_another: 4, fills: 0, neither: 2, either_in_another: 2}
+    assert selects == several.get(program, 1)
 
 
 # ---- what is left to a graph break -----------------------------------------------------------------------------------

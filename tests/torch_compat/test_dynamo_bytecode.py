@@ -1,0 +1,94 @@
+"""Where the jumps of a frame lead, and which of its names are read later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch._dynamo.bytecode_transformation import cleaned_instructions
+
+from ringopt.torch_compat.dynamo_bytecode import ASSERTION, end_of_or, following, jumps_by_truth, live_at, way_to_go
+
+
+def frame(program: Callable[..., Any]) -> tuple[Any, list[Any]]:
+    """What a translator knows of it, and its jumps that go one of two ways."""
+    instructions = cleaned_instructions(program.__code__)
+    tx = SimpleNamespace(instructions=instructions, indexof={each: at for at, each in enumerate(instructions)})
+    return tx, [each for each in instructions if jumps_by_truth(each)]
+
+
+def one(a: Any, b: Any, c: Any) -> Any:
+    if a:
+        b = c
+    return b
+
+
+def skips(a: Any, b: Any, c: Any) -> Any:
+    for c in b:
+        if a:
+            continue
+        b = c
+    return b
+
+
+def either(a: Any, b: Any, c: Any) -> Any:
+    if a or b or c:
+        b = c
+    return b
+
+
+def within(a: Any, b: Any, c: Any) -> Any:
+    if c and (a or b):
+        b = c
+    return b
+
+
+def both(a: Any, b: Any, c: Any) -> Any:
+    if a and b:
+        b = c
+    return b
+
+
+def mixed(a: Any, b: Any, c: Any) -> Any:
+    if a or (b and c):
+        b = c
+    return b
+
+
+def value(a: Any, b: Any, c: Any) -> Any:
+    return a or b or c
+
+
+@pytest.mark.parametrize(("program", "ends"), [(either, [2, 2, None]), (within, [None, 2, None])])
+def test_the_parts_of_a_condition_end_at_one_jump(program: Callable[..., Any], ends: list[int | None]) -> None:
+    tx, jumps = frame(program)
+    assert [end_of_or(tx, jump) for jump in jumps] == [None if at is None else jumps[at] for at in ends]
+
+
+@pytest.mark.parametrize("program", [one, skips, both, mixed, value])
+def test_other_jumps_are_no_such_parts(program: Callable[..., Any]) -> None:
+    tx, jumps = frame(program)
+    assert [end_of_or(tx, jump) for jump in jumps] == [None] * len(jumps)
+
+
+@pytest.mark.parametrize(("program", "truth"), [(one, True), (skips, False)])
+def test_the_way_that_does_something(program: Callable[..., Any], truth: bool) -> None:
+    """The other one is where both go on."""
+    tx, (jump,) = frame(program)
+    taken, ends = way_to_go(tx, jump)
+    assert taken is truth
+    assert following(tx, jump) in ends or jump.target in ends
+
+
+def test_names_that_are_read_later() -> None:
+    tx, (jump,) = frame(one)
+    assert live_at(tx.instructions, jump) == {"b", "c"} and live_at(tx.instructions, jump.target) == {"b"}
+
+
+def test_an_assertion_is_known_by_what_follows_its_jump() -> None:
+    space: dict[str, Any] = {}
+    exec("def program(a):\n    assert a", space)  # which pytest does not rewrite
+    tx, (jump,) = frame(space["program"])
+    assert following(tx, jump).opname in ASSERTION
