@@ -21,6 +21,16 @@ def test_a_body_that_went_through_text_is_the_same(scan):
     assert to_text(body.module, body.carries, body.xs, body.consts) == scan.text
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_device_is_that_of_what_a_body_makes(device):
+    given = [torch.ones(2, device=device) for _ in range(2)]
+    makes, adds = (
+        from_text(to_text(make_fx(f)(*given), 1, 1, 0)).device
+        for f in (lambda s, x: (s * x + torch.ones(2, device=device),), lambda s, x: (s + x,))
+    )
+    assert (makes, adds) == (device, "cpu")
+
+
 def test_names_and_the_order_of_independent_nodes_are_no_part_of_it():
     graphs = [lambda s, x: (s * 2 + x.exp(),), lambda s, x: ((e := x.exp(), s * 2 + e)[1],)]
     first, second = (to_text(make_fx(f)(torch.ones(2), torch.ones(2)), 1, 1, 0) for f in graphs)
