@@ -40,10 +40,6 @@ class ExplicitDetach:
         self.read: set[int | None] = set()  # memory that a value with a gradient was computed from
         self.inputs = set(map(storage, graph.find_nodes(op="placeholder")))
         self.detached: dict[fx.Node, fx.Node] = {}
-        self.places = {node: place for place, node in enumerate(graph.nodes)}
-        self.sharing = dict[int | None, list[fx.Node]]()  # the values in each memory
-        for node in graph.nodes:
-            self.sharing.setdefault(storage(node), []).append(node)
 
     def rewrite(self) -> None:
         """Raises Unwritable."""
@@ -54,10 +50,6 @@ class ExplicitDetach:
                 continue
             if op_name(node) == "broadcast_tensors":
                 self.part(node)
-                continue
-            if op_name(node) == "detach" and self.is_idle(node):
-                node.replace_all_uses_with(node.args[0])
-                self.graph.erase_node(node)
                 continue
             if is_write(node):
                 self.check(node)
@@ -75,15 +67,6 @@ class ExplicitDetach:
             else:
                 user.target, user.args = aten.expand.default, (operand, list(value_of(user).shape))
         self.graph.erase_node(node)
-
-    def is_idle(self, node: fx.Node) -> bool:
-        """Whether nothing is cut off: what is detached has no gradient, and is not read behind it under another name,
-        which would not learn of a gradient that is written to the result."""
-        memory, place = storage(node), self.places[node]
-        if self.carries(node.args[0]) or memory is None or memory in self.inputs | self.known | self.taught:
-            return False
-        before = [each for each in self.sharing[memory] if self.places[each] < place]
-        return all(self.places.get(user, place) <= place for each in before for user in each.users)
 
     def sees(self, node: fx.Node) -> bool:
         """Whether a gradient goes through the node."""

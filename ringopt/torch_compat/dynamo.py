@@ -159,27 +159,28 @@ class Settings:
         return bool(before)
 
     def traced(self, trace: Callable[..., Any], code: CodeType, *args: Any, **kwargs: Any) -> Any:
+        were_on = self.are_on
         try:
             made = trace(code, *args, **kwargs)
             reason = getattr(getattr(made, "output_graph", None), "compile_subgraph_reason", None)
             if not self.off() and getattr(reason, "graph_break", False):  # perhaps before there was anything to compile
                 raise EndedAt(reason)
             return made
-        except (SpeculationRestartAnalysis, TraceOtherwise):  # for a graph break, of which there may be some still
+        except (SpeculationRestartAnalysis, TensorifyScalarRestartAnalysis) as again:
+            if were_on and not (self.are_on or isinstance(again, TraceOtherwise)):  # a number is a constant now
+                self.on()
             raise
         except Exception as error:
-            given = list(args)
-            ended = isinstance(error, EndedAt)
             if self.off():
                 if self.failed(code):
                     self.on()
-            elif self.wanted(wrapped_in(next(filter(callable, given), None)), code, error):
+            elif self.wanted(wrapped_in(next(filter(callable, args), None)), code, error):
                 self.on()
-            elif ended:
+            elif isinstance(error, EndedAt):
                 return made
             else:
                 raise
-            forget(given)
+            forget(args)
             raise TraceOtherwise from error
 
 
@@ -192,8 +193,7 @@ def forget(given: Sequence[Any]) -> None:
 
 def patched(**settings: Any) -> AbstractContextManager[Any]:
     """Other settings of torch._dynamo.config within the context."""
-    context: AbstractContextManager[Any] = config.patch(settings)
-    return context
+    return config.patch(settings)  # type: ignore[no-any-return]
 
 
 def leave_graphs_whole_in_ddp() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -18,13 +18,10 @@ def counts_values_of_ordered_dicts() -> None:
     """From now on Dynamo takes the items of such a view as it does those of a set: by place in a list of them. It would
     subscript the view, which ends the program in a TypeError (torch 2.11 to 2.13)."""
     kind: Any = builder.VariableBuilder
-    wrap = kind.wrap_listlike
 
-    @wraps(wrap)
     def wrapped(self: Any, value: Any) -> Any:
-        if type(value) is not odict_values:
-            return wrap(self, value)
         with patch.object(builder, "GetItemSource", NonSerializableSetGetItemSource):
-            return wrap(self, value)
+            return self.wrap_listlike(value)
 
-    kind.wrap_listlike = wrapped
+    for trace_numpy in (False, True):
+        kind._type_dispatch_impl(trace_numpy)[odict_values] = wrapped  # a table that is made once

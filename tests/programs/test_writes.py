@@ -97,19 +97,6 @@ def test_weights_written_before_they_are_read_leave_a_graph_sharded():
     assert_sharded(Model(step=clamped_first), 2)
 
 
-def learned_rows_added(m, x):
-    """To rows of a table that learns nothing, detached all the same (positions of Kosmos-2.5)."""
-    table = torch.linspace(-1, 1, 40 * WIDTH, dtype=x.dtype).view(40, WIDTH)
-    places = table.index_select(0, torch.arange(x.shape[1])).view(1, -1, WIDTH).detach()
-    places += m.out(x).mean(0, keepdim=True)
-    return m.attention(x + places)
-
-
-@pytest.mark.parametrize("p", [2, 3])
-def test_what_is_detached_without_need_may_be_written_to(p):
-    assert_sharded(Model(step=learned_rows_added), p)
-
-
 def clamped(m, x):
     y = m.attention(x) + m.side(x).sum(-1, keepdim=True)
     m.side.weight.data.clamp_(-0.1, 0.1)
