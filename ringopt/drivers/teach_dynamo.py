@@ -11,7 +11,7 @@ from ringopt.frontend.libraries.teach import teach_libraries
 from ringopt.frontend.libraries.torch_nn import teach
 from ringopt.torch_compat.dynamo_logging import log_while_tracing, warn_while_tracing
 from ringopt.torch_compat.dynamo_random import know_what_no_draw_reaches
-from ringopt.torch_compat.dynamo_views import counts_values_of_ordered_dicts
+from ringopt.torch_compat.dynamo_views import hold_values_of_ordered_dicts
 
 
 @cache
@@ -25,4 +25,4 @@ def teach_dynamo() -> None:
     log_while_tracing()
     warn_while_tracing()
     know_what_no_draw_reaches()
-    counts_values_of_ordered_dicts()
+    hold_values_of_ordered_dicts()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,31 +95,13 @@ def draw(
 LIBRARY.impl("draw", draw, "CompositeImplicitAutograd")
 
 
-@torch.library.custom_op("ringopt::drawn", mutates_args=())
-def drawn(
-    seed: Tensor,
-    places: Sequence[Tensor],
-    strides: Sequence[int],
-    count: int,
-    kind: str,
-    numbers: Sequence[float],
-    dtype: torch.dtype,
-) -> Tensor:
-    """`draw` as one call, which no tracer takes apart: for code that no compiler fuses."""
-    return draw(seed, places, strides, count, kind, numbers, dtype)
+# `draw` as one call, which no tracer takes apart: for code that no compiler fuses.
+drawn = torch.library.custom_op("ringopt::drawn", draw, mutates_args=())
 
 
 @drawn.register_fake
-def _(
-    seed: Tensor,
-    places: Sequence[Tensor],
-    strides: Sequence[int],
-    count: int,
-    kind: str,
-    numbers: Sequence[float],
-    dtype: torch.dtype,
-) -> Tensor:
-    return seed.new_empty([place.shape[0] for place in places], dtype=dtype)
+def _(seed: Tensor, places: Sequence[Tensor], *given: Any) -> Tensor:
+    return seed.new_empty([place.shape[0] for place in places], dtype=given[-1])
 
 
 def is_eager(x: Tensor) -> bool:

@@ -247,7 +247,7 @@ class _Writer:
 
     def is_contiguous(self, node: fx.Node) -> bool:
         """Whether it is memory of a value, in whatever shape."""
-        while node.target in VIEWS:
+        while node.target is aten.reshape.default:
             node = node.args[0]
         return node in self.held
 

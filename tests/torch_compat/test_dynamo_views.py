@@ -7,7 +7,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
-from ringopt.torch_compat.dynamo_views import counts_values_of_ordered_dicts
+from ringopt.torch_compat.dynamo_views import hold_values_of_ordered_dicts
 from tests.torch_compat.test_dynamo_logging import Counting
 
 
@@ -22,7 +22,7 @@ def summed(x: Tensor) -> Tensor:
 
 def test_the_values_of_an_ordered_dict_are_held_across_a_break() -> None:
     """As outputs of models in transformers hold them. Other values and another shape are guarded."""
-    counts_values_of_ordered_dicts()
+    hold_values_of_ordered_dicts()
     torch._dynamo.reset()
     counting = Counting()
     compiled = torch.compile(summed, backend=counting, dynamic=False)

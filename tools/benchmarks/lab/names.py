@@ -21,7 +21,7 @@ PASSES = ("forward", "backward")
 # ---- one-process
 BACKENDS = ("ring", "inductor")
 
-# ---- dropout: inner backends
+# ---- dropout, models: inner backends
 INNER = ("inductor", "aot_eager", "eager")
 
 # ---- soak

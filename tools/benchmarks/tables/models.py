@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ringopt.tools.benchmarks.lab.names import INNER
 from ringopt.tools.benchmarks.lab.result import Column, Result, Row, error
 from ringopt.tools.benchmarks.models.judged import judged_apart
 from ringopt.tools.common.command import CommandError, check_file, natural, two_or_more, write
@@ -34,7 +35,6 @@ examples:
 
 WORKER = "ringopt.tools.benchmarks.models.conformance"
 SHARE = 0.95
-INNER = ("eager", "aot_eager", "inductor")
 CAUSAL = "AutoModelForCausalLM"
 
 
