@@ -3,6 +3,7 @@ indices where it is true, nothing in place of what does nothing."""
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 
 import torch
@@ -16,7 +17,7 @@ from ringopt.ir.memory import order_of
 from ringopt.ir.nodes import emit, is_aten, is_undropped, named, op_name, origin, requires_grad, shape_of, value_of
 from ringopt.ir.notes import STANDS_FOR, VIEW_OF
 from ringopt.ir.refusal import GraphRefused, Refusal
-from ringopt.ir.symbolic_sizes import is_open
+from ringopt.ir.symbolic_sizes import is_open, same
 from ringopt.torch_compat.schema import OpOverload, schema_of
 
 aten = torch.ops.aten
@@ -98,7 +99,9 @@ def _drop_assertions(graph: fx.Graph) -> None:
 
 
 def drop_identities(graph: fx.Graph) -> None:
-    """Dropout that drops nothing; broadcast_tensors, which Python's losses put before an op that broadcasts anyway."""
+    """Dropout that drops nothing; broadcast_tensors, which Python's losses put before an op that broadcasts anyway;
+    casts and expansions to what there is, which writes have; slices of all rows, which `x[:, i:]` has where the first
+    size is open."""
     for node in list(graph.nodes):
         if op_name(node) == "getitem" and op_name(node.args[0]) == "broadcast_tensors":
             before = node.args[0].args[0][node.args[1]]
@@ -107,6 +110,33 @@ def drop_identities(graph: fx.Graph) -> None:
         if is_undropped(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+        elif (value := idle_value(node)) is not None:
+            node.replace_all_uses_with(value, lambda user: user.op != "output")
+            if not node.users:
+                graph.erase_node(node)
+
+
+def idle_value(node: fx.Node) -> fx.Node | None:
+    """What a cast or an expansion is of, or a slice of all rows, or what is written to these; None where it changes
+    anything, if only the order in memory."""
+    if node.target in (aten.slice.Tensor, aten.slice_scatter.default):
+        value = node.args[0] if node.target is aten.slice.Tensor else node.args[1]
+        first, end = named(node, "start") or 0, named(node, "end")
+        size = shape_of(node)[named(node, "dim")]
+        to_the_last = end is None or (isinstance(end, int) and end >= sys.maxsize) or same(end, size)
+        whole = same(first, 0) and to_the_last and named(node, "step") == 1
+    else:
+        whole = node.target in (aten.to.dtype, aten.expand.default) and len(node.args) == 2 and not node.kwargs
+        value = node.args[0] if whole else None
+    if not whole or not isinstance(value, fx.Node):
+        return None
+    before, after = value_of(value), value_of(node)
+    if before.dtype != after.dtype or before.dim() != after.dim():
+        return None
+    pairs = [*zip(before.shape, after.shape, strict=True)]
+    if node.target is aten.slice_scatter.default:  # all others are in the memory of their operand
+        pairs += zip(before.stride(), after.stride(), strict=True)
+    return value if all(same(*pair) for pair in pairs) else None
 
 
 def name_shapes_and_types(graph: fx.Graph) -> None:

@@ -84,6 +84,45 @@ class Several(nn.Module):
         return rows + (a + b) * c + d.sum()
 
 
+def whole_rows(x, y):
+    return x[:, 1:] + y[:, :-1]
+
+
+def written(x, y):
+    x = x.clone()
+    x[:, 1:] = y[:, 1:]
+    return x * 2
+
+
+def cast_and_expanded(x, y):
+    return x.to(torch.float32).expand(-1, -1, 5) + y
+
+
+IDLE = {whole_rows: ["slice", "slice", "add"], written: ["clone", "slice", "slice_scatter", "mul"],
+        cast_and_expanded: ["add"]}  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("program", IDLE)
+def test_what_changes_nothing_is_its_operand(program, dynamic):
+    """Where the first size is open, torch traces `x[:, 1:]` as `x[:][:, 1:]`."""
+    x, y = torch.randn(2, 7, 5), torch.randn(2, 7, 5)
+    with torch._dynamo.config.patch(assume_static_by_default=not dynamic):
+        gm, _ = after([Normalize()], program, x, y)
+    assert ops(gm) == IDLE[program]
+
+
+def test_an_order_in_memory_is_kept():
+    """What is written has another than what it is written to, and views of that are made."""
+
+    def program(x, y):
+        return torch.slice_scatter(x, y.mT).view(-1) * 2
+
+    x, y = torch.randn(4, 5), torch.randn(5, 4)
+    gm, _ = after([Normalize()], program, x, y)
+    assert_same(gm, program, gm.meta["inputs"])
+
+
 def test_atleast_of_several_is_one_call_each():
     given = X.clone().requires_grad_(), Y.clone().requires_grad_()
     captured, _ = after([], Several(), *given)

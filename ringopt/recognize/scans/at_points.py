@@ -3,14 +3,19 @@
 Where all elements beside some rows are computed alike, two of them are looked at: a tree over rows of [batch, rows,
 width, state] is computed at [2, rows, 2, 2]. Nothing in it may pick, join or merge what stands beside the rows, so each
 element is computed by itself, and what holds for two holds for all.
+
+Where the number of rows is open, the most there can be are looked at. Nothing may count rows from the end, so row i is
+computed alike whatever comes behind it, and what holds for the longest holds for all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import sympy
 import torch
 import torch.fx as fx
 from torch import Tensor
@@ -18,7 +23,8 @@ from torch.fx.node import map_aggregate
 
 from ringopt.dims.op_families import COPIES, PADS, PERMUTATIONS, SLICES
 from ringopt.ir.constants import Constants
-from ringopt.ir.nodes import named, op_name, shape_of
+from ringopt.ir.nodes import arguments_of, named, op_name, shape_of
+from ringopt.ir.symbolic_sizes import at_hand, formula, is_open, longest, same
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -60,6 +66,7 @@ def wide(argument: Any) -> Any:
 
 
 # ---- at few elements -------------------------------------------------------------------------------------------------
+MOST_ROWS = 1 << 16
 VIEWS = ("view", "reshape", "_unsafe_view")
 PICKS = (*SLICES, "select", "select_scatter", "slice_scatter")
 EACH = frozenset({"add", "sub", "mul", "neg", "unsqueeze", "squeeze", "stack", "zeros_like", "ones_like", *COPIES,
@@ -70,28 +77,108 @@ class NotAlike(Exception):
     """Elements are not computed alike, or it is not known."""
 
 
-def few(shape: Sequence[int], dim: int) -> list[int]:
-    """The sizes of what has all rows along `dim`, counted from the last, and two elements along others."""
-    return [size if at == len(shape) + dim else min(size, 2) for at, size in enumerate(shape)]
+@dataclass(frozen=True)
+class AtFew:
+    """The arguments of a node with all rows and few elements beside them, from the values of its operands. Raises
+    NotAlike.
 
+    lengths     numbers for open sizes
+    rows        what the number of rows depends on, where it is open"""
 
-def at_few(node: fx.Node, made: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
-    """The arguments of a node, of whose operands the values are `made`. Raises NotAlike."""
-    name = op_name(node)
-    if name in EACH:
-        return node.args, node.kwargs
-    operands = node.args[0] if name == "cat" else node.args[:1]
-    if all(tuple(made[x].shape) == tuple(shape_of(x)) for x in operands):
-        return node.args, node.kwargs
-    (x, *_) = operands
-    whole, here = shape_of(x), tuple(made[x].shape)
-    if name in VIEWS:
-        return (x, view_of_few(whole, here, shape_of(node))), {}
-    if name in ("flatten", "unflatten"):
-        view_of_few(whole, here, shape_of(node))
-    elif any(whole[dim] != here[dim] for dim in dims_of(node, len(whole))):
-        raise NotAlike
-    return node.args, node.kwargs
+    lengths: Mapping[sympy.Symbol, sympy.Integer] = field(default_factory=dict)
+    rows: sympy.Symbol | None = None
+
+    @classmethod
+    def of(cls, x: fx.Node, dim: int) -> AtFew:
+        """For values made of `x`, which has rows along `dim`. Raises NotAlike where their number has no limit, or is no
+        symbol and a constant."""
+        lengths = {formula(size): sympy.Integer(at_hand(size)) for size in shape_of(x) if is_open(size)}
+        if not is_open(rows := shape_of(x)[dim]):
+            return cls(lengths)
+        symbol = next(iter(formula(rows).free_symbols))
+        more = formula(rows) - symbol
+        if not more.is_Integer or longest(rows) > MOST_ROWS:
+            raise NotAlike
+        return cls(lengths | {symbol: sympy.Integer(longest(rows)) - more}, symbol)
+
+    def size(self, size: Any) -> Any:
+        """The number of an open size; anything else as it is."""
+        if not is_open(size):
+            return size
+        found = formula(size).xreplace(self.lengths)
+        if not found.is_Integer:
+            raise NotAlike
+        return int(found)
+
+    def shape(self, x: fx.Node) -> list[int]:
+        """The sizes of a value, as numbers."""
+        return [self.size(size) for size in shape_of(x)]
+
+    def few(self, x: fx.Node, dim: int) -> list[int]:
+        """The sizes of what has all rows along `dim`, counted from the last, and two elements along others."""
+        shape = self.shape(x)
+        return [size if at == len(shape) + dim else min(size, 2) for at, size in enumerate(shape)]
+
+    def __call__(self, node: fx.Node, made: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
+        if self.rows is not None:
+            self.counts_from_the_start(node)
+        args, kwargs = map_aggregate((node.args, node.kwargs), self.size)
+        name = op_name(node)
+        if name in EACH:
+            return args, kwargs
+        operands = node.args[0] if name == "cat" else node.args[:1]
+        if all(list(made[x].shape) == self.shape(x) for x in operands):
+            return args, kwargs
+        (x, *_) = operands
+        whole, here = self.shape(x), tuple(made[x].shape)
+        if name in VIEWS:
+            return (x, view_of_few(whole, here, self.shape(node))), {}
+        if name == "expand" and whole == self.shape(node):  # as a write expands what is written
+            return (x, list(here)), {}
+        if name in ("flatten", "unflatten"):
+            view_of_few(whole, here, self.shape(node))
+        elif any(whole[dim] != here[dim] for dim in dims_of(node, len(whole))):
+            raise NotAlike
+        return args, kwargs
+
+    def counts_from_the_start(self, node: fx.Node) -> None:
+        """Raises NotAlike unless each row is made of the same ones whatever the number of rows."""
+        name = op_name(node)
+        if name in EACH:
+            return
+        operands = node.args[0] if name == "cat" else node.args[:1]
+        if name in (*VIEWS, "expand", "flatten", "unflatten"):
+            fits = self.open_sizes(operands[0]) == self.open_sizes(node)
+        else:
+            dims = {dim for dim in dims_of(node, len(shape_of(node))) if any(self.is_of_rows(x, dim) for x in operands)}
+            fits = not dims or (len(dims) == 1 and self.fits(node, name, operands, *dims))
+        if not fits:
+            raise NotAlike
+
+    def fits(self, node: fx.Node, name: str, operands: Sequence[fx.Node], dim: int) -> bool:
+        """Whether what is done to rows along `dim` begins at the first."""
+        if name == "cat":
+            return not any(self.is_of_rows(x, dim) for x in operands[:-1])
+        if name in PADS:
+            pads = named(node, "pad")
+            front, back = pads[2 * (len(shape_of(node)) - 1 - dim) :][:2]
+            constant = arguments_of(node).get("mode", "constant") == "constant"
+            return constant and isinstance(front, int) and isinstance(back, int) and back <= 0
+        if name not in PICKS:
+            return False
+        first = named(node, "index" if name.startswith("select") else "start") or 0
+        end = named(node, "end") if name == "slice_scatter" else None
+        known = end is None or same(end, shape_of(node)[dim]) or (isinstance(end, int) and end >= 0)
+        return isinstance(first, int) and first >= 0 and known
+
+    def is_of_rows(self, x: fx.Node, dim: int) -> bool:
+        """Whether a size depends on the number of rows."""
+        size = shape_of(x)[dim]
+        return is_open(size) and self.rows in formula(size).free_symbols
+
+    def open_sizes(self, x: fx.Node) -> list[Any]:
+        """Those that depend on the number of rows."""
+        return [formula(size) for dim, size in enumerate(shape_of(x)) if self.is_of_rows(x, dim)]
 
 
 def dims_of(node: fx.Node, rank: int) -> list[int]:

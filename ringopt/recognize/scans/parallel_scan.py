@@ -7,7 +7,8 @@
 
 So torch.export writes torch's associative_scan too. A tree is found by its first product, rows of a with rows of b, and
 proved by its numbers: between a, b and h stand sums, products and picked rows only, and two such polynomials that agree
-at points drawn at random are the same.
+at points drawn at random are the same. Where the number of rows is open, the program's own condition (k < n) limits it
+for as many rounds, and the longest is looked at (at_points.py).
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch import Tensor
 from ringopt.dims.op_families import COPIES, PADS, PERMUTATIONS, RESHAPES, SLICES
 from ringopt.ir.constants import Constants
 from ringopt.ir.nodes import eliminate_dead_code, emit, is_tensor, named, op_name, shape_of, value_of
-from ringopt.ir.symbolic_sizes import is_open
-from ringopt.recognize.scans.at_points import NotAlike, at_few, evaluated, few
+from ringopt.ir.symbolic_sizes import at_hand, is_open, longest, same
+from ringopt.recognize.scans.at_points import AtFew, NotAlike, evaluated
 from ringopt.recognize.scans.emit import as_pairs, as_whole, laid_out
 from ringopt.recognize.scans.segment_sums import body
 from ringopt.scans.call import ScanCall
@@ -59,14 +60,18 @@ class ParallelScan:
 
     @property
     def steps(self) -> int:
-        return int(shape_of(self.added)[self.dim])
+        """May be open."""
+        rows: int = shape_of(self.added)[self.dim]
+        return rows
 
     @property
     def _real(self) -> tuple[str, Kinds]:
         state, decay = ([size for at, size in enumerate(shape_of(x)) if at != len(shape_of(x)) + self.dim]
                         for x in (self.added, self.decay))  # fmt: skip
         both = (state, self.added), (decay, self.decay), (state, self.added)
-        kinds = [OperandKind(tuple(shape), value_of(x).dtype, value_of(x).device.type) for shape, x in both]
+        kinds = (
+            OperandKind(tuple(map(at_hand, shape)), value_of(x).dtype, value_of(x).device.type) for shape, x in both
+        )
         return in_real_numbers(body(before=False), tuple(kinds))
 
     @property
@@ -101,13 +106,13 @@ class ParallelScan:
 def parallel_scan(node: fx.Node, constants: Constants) -> ParallelScan | None:
     """The tree that `node` is added in."""
     for decay, dim in factors(node).items():
-        rows = shape_of(node)[dim]
+        rows = longest(shape_of(node)[dim])
         if rows < FEWEST:
             continue
         found = made_of(decay, node, constants)
         if sum(op_name(each) in JOINS for each in found) < (rows - 1).bit_length():
             continue
-        wanted = [x for x in found if shape_of(x) == shape_of(node) and value_of(x).dtype == value_of(node).dtype]
+        wanted = [x for x in found if has_shape_of(x, node) and value_of(x).dtype == value_of(node).dtype]
         if wanted and (states := proved(decay, node, dim, wanted, constants)):
             return ParallelScan(decay, node, dim, states)
     return None
@@ -116,13 +121,28 @@ def parallel_scan(node: fx.Node, constants: Constants) -> ParallelScan | None:
 def factors(node: fx.Node) -> dict[fx.Node, int]:
     """Other values whose rows are multiplied with rows of `node`, and along which dim, counted from the last."""
     found = dict[fx.Node, int]()
-    for part, dim in moved(node) if is_tensor(node) and has_fractions(node) and has_sizes(node) else ():
-        for product in part.users:
+    for part, dim in moved(node) if is_tensor(node) and has_fractions(node) else ():
+        for product, operand in readers(part):
             for other in product.all_input_nodes if op_name(product) == "mul" else ():
-                decay = other.args[0] if op_name(other) in SLICES else other
-                if decay is not node and other is not part and has_sizes(decay) and spread(decay, node, dim):
+                decay = original(other.args[0] if op_name(other) in SLICES else other)
+                if decay is not node and other is not operand and spread(decay, node, dim):
                     found.setdefault(decay, dim)
     return found
+
+
+def readers(part: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """What reads a value or a copy of it, and the one that it reads."""
+    for user in part.users:
+        if op_name(user) in COPIES:
+            yield from readers(user)
+        yield user, part
+
+
+def original(node: fx.Node) -> fx.Node:
+    """What a copy is of."""
+    while op_name(node) in COPIES:
+        node = node.args[0]
+    return node
 
 
 def moved(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
@@ -133,6 +153,9 @@ def moved(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
             yield from ((join, sliced_dim(part)) for join in part.users if op_name(join) in ("cat", *PADS))
         elif op_name(part) in PADS:
             yield from ((rows, sliced_dim(rows)) for rows in part.users if op_name(rows) in SLICES)
+            padded = [-1 - at // 2 for at, amount in enumerate(named(part, "pad")) if not same(amount, 0)]
+            if len(set(padded)) == 1 and has_shape_of(part, node):
+                yield part, padded[0]
 
 
 def has_fractions(node: fx.Node) -> bool:
@@ -140,9 +163,10 @@ def has_fractions(node: fx.Node) -> bool:
     return bool(value_of(node).is_floating_point() or value_of(node).is_complex())
 
 
-def has_sizes(node: fx.Node) -> bool:
-    """Whether no size is open: a tree of log(n) rounds has one length, and to compare open ones may guard them."""
-    return not any(map(is_open, shape_of(node)))
+def has_shape_of(x: fx.Node, node: fx.Node) -> bool:
+    """Whether two values have provably the same sizes."""
+    shape, wanted = shape_of(x), shape_of(node)
+    return len(shape) == len(wanted) and all(map(same, shape, wanted))
 
 
 def sliced_dim(part: fx.Node) -> int:
@@ -153,8 +177,8 @@ def sliced_dim(part: fx.Node) -> int:
 def spread(decay: fx.Node, node: fx.Node, dim: int) -> bool:
     """Whether a decay has all rows of `node` along `dim`, and one number or as many as a state elsewhere."""
     shape, to = shape_of(decay), shape_of(node)
-    rows = -dim <= len(shape) <= len(to) and shape[dim] == to[dim]
-    return rows and all(size in (1, whole) for size, whole in zip(shape[::-1], to[::-1], strict=False))
+    rows = -dim <= len(shape) <= len(to) and same(shape[dim], to[dim])
+    return rows and all(same(size, 1) or same(size, whole) for size, whole in zip(shape[::-1], to[::-1], strict=False))
 
 
 def made_of(decay: fx.Node, added: fx.Node, constants: Constants) -> list[fx.Node]:
@@ -174,17 +198,19 @@ def proved(
 ) -> tuple[fx.Node, ...]:
     """Those of `nodes` that are h: at two of the elements beside the rows, or at all, where a tensor is small. What is
     multiplied over all rows stays about 1, so that no row is lost in noise."""
-    rows = shape_of(added)[dim]
     dice = torch.Generator().manual_seed(0)
+    shapes = [shape_of(x) for x in (decay, added)]
+    whole = not any(is_open(size) for shape in shapes for size in shape) and prod(shapes[1]) <= SMALL
     with unset_fake_temporarily(), torch.no_grad():
-        for sizes, arguments in ((few, at_few), (lambda shape, _: shape, lambda node, _: (node.args, node.kwargs))):
-            a, b = (torch.randn(sizes(shape_of(x), dim), dtype=_wide(x), generator=dice) for x in (decay, added))
-            a = a.sgn() * ((a.abs() - 1) / rows**0.5).exp()
+        for some in (True, False) if whole else (True,):
             try:
-                found = evaluated(nodes, {decay: a, added: b}, constants, arguments)
+                at = AtFew.of(added, dim)
+                sizes = [at.few(x, dim) for x in (decay, added)] if some else shapes
+                a, b = (torch.randn(size, dtype=_wide(x), generator=dice)
+                        for size, x in zip(sizes, (decay, added), strict=True))  # fmt: skip
+                a = a.sgn() * ((a.abs() - 1) / a.shape[dim] ** 0.5).exp()
+                found = evaluated(nodes, {decay: a, added: b}, constants, *([at] if some else []))
             except (NotAlike, RuntimeError):  # of sizes that do not fit: a constant has all elements
-                if prod(shape_of(added)) > SMALL:
-                    break
                 continue
             h = in_order(a, b, dim)
             return tuple(node for node, x in zip(nodes, found or (), strict=False) if torch.allclose(x, h, 1e-9, 1e-9))

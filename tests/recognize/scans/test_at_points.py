@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
 
-from ringopt.recognize.scans.at_points import NotAlike, few, view_of_few
+from ringopt.ir.nodes import value_of
+from ringopt.recognize.scans.at_points import AtFew, NotAlike, view_of_few
 
 VIEWS = {
     "rows are split": ((5, 8, 7), (2, 8, 2), (5, 4, 2, 7), [2, 4, 2, 2]),
@@ -30,4 +34,54 @@ def test_few_are_not_merged_or_split(whole: tuple[int, ...], here: tuple[int, ..
 
 
 def test_rows_are_all_there() -> None:
-    assert few((5, 1, 8, 7), -2) == [2, 1, 8, 2]
+    x = fx.Graph().placeholder("x")
+    x.meta["val"] = torch.empty(5, 1, 8, 7)
+    assert AtFew().few(x, -2) == [2, 1, 8, 2]
+
+
+# ---- whatever comes behind a row -------------------------------------------------------------------------------------
+FROM_THE_START = {
+    "all but some rows": lambda x: x[:, 3:],
+    "the first rows": lambda x: x[:, :3],
+    "all but the last": lambda x: x[:, :-3],
+    "each second": lambda x: x[:, 1::2],
+    "one row": lambda x: x[:, 2],
+    "zeros in front": lambda x: F.pad(x, (0, 0, 2, -2)),
+    "rows in front": lambda x: torch.cat([x[:, :2], x], 1),
+    "written rows": lambda x: x.slice_scatter(x[:, :3] * 2, 1, 2, 5),
+    "other dims": lambda x: x[:, :, -1:].flip(2).mT,
+}
+FROM_THE_END = {
+    "the last rows": lambda x: x[:, -3:],
+    "the last row": lambda x: x[:, -1],
+    "turned round": lambda x: x.flip(1),
+    "zeros behind": lambda x: F.pad(x, (0, 0, 0, 2)),
+    "the last in front": lambda x: F.pad(x, (0, 0, 2, -2), mode="circular"),
+    "rows behind": lambda x: torch.cat([x, x[:, :2]], 1),
+    "the last are written": lambda x: x.slice_scatter(x[:, :3] * 2, 1, -3, 2**63 - 1),
+    "all but the last are written": lambda x: x.slice_scatter(x[:, :-3] * 2, 1, 0, -3),
+    "merged with others": lambda x: x.flatten(1, 2),
+    "of every row": lambda x: x.cumsum(1),
+}
+
+
+@pytest.mark.parametrize("name", [*FROM_THE_START, *FROM_THE_END])
+def test_rows_are_counted_from_the_start(name: str) -> None:
+    class Program(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ({**FROM_THE_START, **FROM_THE_END})[name](x)
+
+    graph = torch.export.export(
+        Program(), (torch.randn(2, 12, 5),), dynamic_shapes=({1: torch.export.Dim("n", min=8, max=64)},)
+    ).graph
+    (x,) = graph.find_nodes(op="placeholder")
+    at = AtFew.of(x, -2)
+    assert at.few(x, -2) == [2, 64, 2]
+    calls = [node for node in graph.nodes if node.op == "call_function" and isinstance(value_of(node), torch.Tensor)]
+    if name in FROM_THE_START:
+        for node in calls:
+            at.counts_from_the_start(node)
+    else:
+        with pytest.raises(NotAlike):
+            for node in calls:
+                at.counts_from_the_start(node)

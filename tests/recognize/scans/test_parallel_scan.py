@@ -64,6 +64,25 @@ def padded(a, b):
     return b.sin()
 
 
+def written_in_place(a, b):
+    a, b, far = a.sigmoid().clone(), b.clone(), 1
+    while far < b.shape[1]:
+        old = a.clone()
+        b[:, far:] += old[:, far:] * b[:, :-far].clone()
+        a[:, far:] = old[:, far:] * old[:, :-far]
+        far *= 2
+    return b.sin()
+
+
+def padded_and_cut(a, b):
+    a, far = a.sigmoid(), 1
+    while far < b.shape[1]:
+        b = b + a * F.pad(b, (0, 0, far, -far))
+        a = a * F.pad(a, (0, 0, far, -far), value=1.0)
+        far *= 2
+    return b.sin()
+
+
 def in_halves(a, b):
     return halving([a.sigmoid(), b])[1].sin()
 
@@ -86,7 +105,10 @@ def tokens_in_front(a, b):
     return halving([x.transpose(0, 1).unsqueeze(0) for x in (a.sigmoid(), b)])[1].sin()
 
 
-TREES = [in_rounds, padded, in_halves, from_the_end, shared_decay, complex_numbers, tokens_in_front]
+TREES = [
+    in_rounds, padded, padded_and_cut, written_in_place, in_halves, from_the_end, shared_decay, complex_numbers,
+    tokens_in_front,
+]  # fmt: skip
 
 
 def given(rows, width=WIDTH):
