@@ -26,7 +26,7 @@ from ringopt.torch_compat.fake_tensors import (
     unset_fake_temporarily,
 )
 from ringopt.torch_compat.fx import make_fx
-from ringopt.torch_compat.pytree import tree_leaves, tree_map, tree_map_only
+from ringopt.torch_compat.pytree import tree_leaves, tree_map
 from ringopt.torch_compat.schema import HigherOrderOperator, OpOverload
 from ringopt.torch_compat.symbolic_shapes import ShapeEnv
 from ringopt.torch_compat.tensors import storage_key
@@ -72,8 +72,9 @@ def kinds(values: Iterable[Any]) -> str:
 
 
 def held_call(operator: HigherOrderOperator, args: Any, kwargs: Any, node: fx.Node) -> tuple[HigherOrder, list[Tensor]]:
-    """The call that `node` of Dynamo's graph makes, and its tensors. Sizes that are open become numbers: graphs inside
-    are of these sizes. Dtypes are those of Dynamo: here nothing is cast yet as autocast has it."""
+    """The call that `node` of Dynamo's graph makes, and its tensors. Sizes that are open become numbers, but where they
+    stay open (`stays_open`): graphs inside are of these sizes. Dtypes are those of Dynamo: here nothing is cast yet as
+    autocast has it."""
     tensors: list[Tensor] = []
     leaves = iter(tree_leaves((tuple(node.args), dict(node.kwargs))))
 
@@ -85,7 +86,8 @@ def held_call(operator: HigherOrderOperator, args: Any, kwargs: Any, node: fx.No
         return OperandPlace(len(tensors) - 1, example.dtype)
 
     arguments = tree_map(place, (tuple(args), dict(kwargs)))
-    return HigherOrder(operator, tree_map_only(torch.SymInt, int, arguments)), tensors
+    call = HigherOrder(operator, arguments)
+    return (call if stays_open(operator, tensors) else call.with_sizes(int)), tensors
 
 
 def with_facts_of_graphs(call: HigherOrder, tensors: Sequence[Tensor], node: fx.Node) -> HigherOrder:
@@ -100,7 +102,8 @@ def with_facts_of_graphs(call: HigherOrder, tensors: Sequence[Tensor], node: fx.
             for x, place in zip(tensors, places, strict=True)
         ]
         try:
-            traced = make_fx(call, tracing_mode="real", _allow_non_fake_inputs=True)(given)
+            at_these = call.with_sizes(at_hand)
+            traced = make_fx(at_these, tracing_mode="real", _allow_non_fake_inputs=True)(given)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise _refused(call, f"{error.func} gives what is known only when it runs", node) from error
         except RuntimeError as error:

@@ -126,7 +126,8 @@ def idle_value(node: fx.Node) -> fx.Node | None:
         to_the_last = end is None or (isinstance(end, int) and end >= sys.maxsize) or same(end, size)
         whole = same(first, 0) and to_the_last and named(node, "step") == 1
     else:
-        whole = node.target in (aten.to.dtype, aten.expand.default) and len(node.args) == 2 and not node.kwargs
+        casts = node.target in (aten.to.dtype, aten.expand.default) and len(node.args) == 2 and not node.kwargs
+        whole = casts or node.target is aten.alias.default
         value = node.args[0] if whole else None
     if not whole or not isinstance(value, fx.Node):
         return None

@@ -14,7 +14,7 @@ operands, on every rank alike, and what it gives is replicated. Its gradient is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -115,6 +115,10 @@ class HigherOrder:
         with nullcontext() if self.autocast is None else autocast_region(*self.autocast):
             found = self.operator(*args, **kwargs)
         return list(found) if isinstance(found, (tuple, list)) else [found]
+
+    def with_sizes(self, number: Callable[[Any], int]) -> HigherOrder:
+        """The same call with a number for each open size among its arguments."""
+        return replace(self, arguments=tree_map_only(torch.SymInt, number, self.arguments))
 
     def inside(self, autocast: tuple[Any, ...]) -> HigherOrder:
         """The same call in an autocast region."""

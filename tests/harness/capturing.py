@@ -10,6 +10,7 @@ import torch.fx as fx
 
 from ringopt.distributed.lookup import mesh_of
 from ringopt.frontend.capture import capture
+from ringopt.frontend.dynamic_shapes import shape_env_of
 from ringopt.ir.nodes import op_name
 from ringopt.options import Options
 from ringopt.passes import with_options
@@ -17,7 +18,7 @@ from ringopt.pipeline import Context, Pass, Pipeline
 
 
 def after(
-    passes: Sequence[Pass], module: Any, *args: Any, ranks: int = 1, **options: Any
+    passes: Sequence[Pass], module: Any, *args: Any, ranks: int = 1, dynamic: bool | None = None, **options: Any
 ) -> tuple[fx.GraphModule, Context]:
     """The first graph Dynamo captures of `module(*args)`, after `passes`; `args` may end in a dict of keywords."""
     found: list[tuple[fx.GraphModule, Context]] = []
@@ -25,7 +26,7 @@ def after(
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
         chosen = Options(**options)
         context = Context(chosen, mesh_of(f"pretend:0/{ranks}"))
-        flat = capture(gm, inputs).begin(context)
+        flat = capture(gm, inputs, shape_env_of(gm)).begin(context)
         Pipeline(with_options(passes, chosen)).run(flat, context)
         found.append((flat, context))
         flat.meta["inputs"] = inputs
@@ -33,7 +34,7 @@ def after(
 
     torch._dynamo.reset()
     kwargs = args[-1] if args and isinstance(args[-1], dict) else {}
-    torch.compile(module, backend=backend)(*(args[: len(args) - bool(kwargs)]), **kwargs)
+    torch.compile(module, backend=backend, dynamic=dynamic)(*(args[: len(args) - bool(kwargs)]), **kwargs)
     return found[0]
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from ringopt.tools.benchmarks.models.recurrent_layers import GatedDeltaNet
 from tests.harness.lengths import run_over
 from tests.harness.models import build
 
@@ -54,6 +55,16 @@ def test_chunks_that_one_length_cuts_nowhere_are_cut_by_another():
 def test_the_batch_may_be_open_too():
     found = run_over(Decoder().double(), [(ids(b, n),) for b, n in ((3, 20), (2, 21), (5, 33))], 2, dynamic=True)
     assert [report.sharded_fraction for report in found.reports] == [1.0]
+
+
+@pytest.mark.parametrize("loop", ["written", "stacked"])
+def test_a_loop_over_chunks_serves_any_batch(loop):
+    """Where the first size is open, torch traces `out[:, :, i]` as slices of slices."""
+    calls = [(torch.randn(batch, 190, 64, dtype=torch.float64),) for batch in (2, 3, 5)]
+    reports = run_over(GatedDeltaNet(1, loop).double(), calls, 2).reports
+    scans = [report for report in reports if report.sites]
+    assert len(scans) == 2 and all(site.strategy == "states" for report in scans for site in report.sites)
+    assert "serves any size 0" in str(scans[1].notes) and "these sizes only" not in str(scans[1].notes)
 
 
 def test_too_few_rows_for_the_layout_or_the_ranks_compile_again():
@@ -206,9 +217,11 @@ def test_any_order_of_lengths(module, order):
 
 @pytest.mark.zoo
 def test_rows_padded_to_whole_blocks_stay_open():
-    """Of lengths at which nothing is padded one graph serves all."""
-    found = run_over(InBlocks().double(), [(ids(2, n),) for n in (25, 40, 44, 12)], 2)
-    assert len(found.reports) == 2 and found.reports[1].notes == ("serves any size 1 of ids, as far as its guards go",)
+    """Where a graph for any length leaves more whole, the first lengths have one each, and all others share it."""
+    found = run_over(InBlocks().double(), [(ids(2, n),) for n in (25, 40, 44, 12, 28, 36, 48)], 2)
+    one_size, any_size = found.reports[1:4], found.reports[4:]
+    assert all("these sizes only" in report.notes[-1] for report in one_size)
+    assert [report.notes for report in any_size] == [("serves any size 1 of ids, as far as its guards go",)]
 
 
 class PaddedTable(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,10 +18,14 @@ from ringopt.frontend.plain_spelling import spell_plainly
 from ringopt.ir.autograd_function import HigherOrder, OperandPlace, autocast_region
 from ringopt.ir.nodes import is_tensor, shape_of, value_of
 from ringopt.ir.refusal import GraphRefused
+from ringopt.ir.symbolic_sizes import is_open
 from ringopt.recognize.scans.recurrence import FoundRecurrence, NotRolled, tidy
 from ringopt.recognize.scans.sources import Stacked
 from ringopt.torch_compat.fx import make_fx
+from ringopt.torch_compat.pytree import tree_leaves
 from ringopt.torch_compat.tracing import tracing
+
+NUMBERS = (int, torch.SymInt)
 
 
 def is_scan_operator(node: fx.Node) -> bool:
@@ -31,17 +36,34 @@ def is_scan_operator(node: fx.Node) -> bool:
 def recurrence_of(node: fx.Node) -> FoundRecurrence:
     """What a call of torch's scan computes. Raises NotRolled."""
     call: HigherOrder = node.target
-    (step, *operands), keywords = call.arguments
+    (step, *operands), keywords = call.arguments  # sizes that are open to Dynamo are among the last of the operands
     if keywords or len(operands) != 3 or not isinstance(step, fx.GraphModule):
         raise NotRolled("torch's scan is called in a form that is not known here", node)
-    init, xs, consts = ([given(node, value) for value in part] for part in operands)
+    init, xs = ([given(node, value) for value in part] for part in operands[:2])
+    consts = [given(node, value) for value in operands[2] if not isinstance(value, NUMBERS)]
     if call.random:
         raise NotRolled("its step draws random numbers", node)
     if not xs:
         raise NotRolled("it has no steps to go through", node)
-    rows = [value_of(x).new_empty(value_of(x).shape[1:]) for x in xs]
-    graph = flat(step, [*map(value_of, init), *rows, *map(value_of, consts)], call.autocast, node)
+    numbers = {len(init) + len(xs) + place: x for place, x in enumerate(operands[2]) if isinstance(x, NUMBERS)}
+    graph = flat(step, step_values(init, xs, consts), numbers, node)
+    if reads_sizes(graph):
+        for x in step_values(init, xs, consts):
+            list(map(int, x.shape))  # fixed: other sizes compile other graphs
+        graph = flat(step, step_values(init, xs, consts), numbers, node)
     return FoundRecurrence(graph, init, [Stacked(x) for x in xs], consts, shape_of(xs[0])[0], node)
+
+
+def step_values(init: Sequence[fx.Node], xs: Sequence[fx.Node], consts: Sequence[fx.Node]) -> list[torch.Tensor]:
+    """Fake values of the tensors that a step is given: carries, a row of each x, consts."""
+    rows = [value_of(x).new_empty(value_of(x).shape[1:]) for x in xs]
+    return [*map(value_of, init), *rows, *map(value_of, consts)]
+
+
+def reads_sizes(graph: fx.Graph) -> bool:
+    """Whether a step computes with sizes that are open, or hands them to an operator."""
+    found = (leaf for node in graph.nodes for leaf in tree_leaves((node.args, node.kwargs, node.meta.get("val"))))
+    return any(map(is_open, found))
 
 
 def given(node: fx.Node, value: Any) -> fx.Node:
@@ -54,11 +76,14 @@ def given(node: fx.Node, value: Any) -> fx.Node:
     return found
 
 
-def flat(step: fx.GraphModule, values: list[torch.Tensor], autocast: Any, node: fx.Node) -> fx.Graph:
-    """The step as a flat functional graph."""
+def flat(step: fx.GraphModule, values: list[torch.Tensor], numbers: Mapping[int, Any], node: fx.Node) -> fx.Graph:
+    """The step as a flat functional graph of tensors. `numbers`: its other inputs, by place."""
+    call: HigherOrder = node.target
 
-    def run(*args: torch.Tensor) -> Any:
-        with nullcontext() if autocast is None else autocast_region(*autocast):
+    def run(*tensors: torch.Tensor) -> Any:
+        rest = iter(tensors)
+        args = [numbers[place] if place in numbers else next(rest) for place in range(len(tensors) + len(numbers))]
+        with nullcontext() if call.autocast is None else autocast_region(*call.autocast):
             return Flatten(step, Book()).run(*args)
 
     mode: Any = getattr(values[0], "fake_mode")  # noqa: B009

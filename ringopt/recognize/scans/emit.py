@@ -115,7 +115,7 @@ def laid_out(graph: fx.Graph, new: fx.Node, old: fx.Node) -> fx.Node:
     dims = [dim for dim, size in enumerate(there.shape) if not same(size, 1)]
     if all(same(here.stride(dim), there.stride(dim)) for dim in dims):
         return new
-    order = sorted(range(there.dim()), key=lambda dim: (there.stride(dim), there.shape[dim] != 1), reverse=True)
+    order = sorted(range(there.dim()), key=lambda dim: (there.stride(dim), not same(there.shape[dim], 1)), reverse=True)
     back = [order.index(dim) for dim in range(len(order))]
     turned = order != sorted(order)
     if turned:

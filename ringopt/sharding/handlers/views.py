@@ -13,7 +13,7 @@ import torch.fx as fx
 from ringopt.dims.rule import ViewRule
 from ringopt.dims.rules import rule_of
 from ringopt.ir.placement import Sharded
-from ringopt.ir.symbolic_sizes import is_open
+from ringopt.ir.symbolic_sizes import is_open, same
 from ringopt.sharding.emit import enough_rows
 from ringopt.sharding.sharder import Sharder
 
@@ -25,12 +25,13 @@ def reshaped(sharder: Sharder, node: fx.Node) -> bool:
     place = sharder.placements[node.args[0]] if isinstance(rule, ViewRule) else None
     if not isinstance(rule, ViewRule) or place is None or sharder.ranks.asks:
         return False
-    if any(map(is_open, (*rule.old, *rule.new))):
+    first = batch_dims(rule, place.dim)
+    if any(map(is_open, (*rule.old[first:], *rule.new[first:]))):
         return False
     found: list[tuple[Sharded, Sharded]] = []
-    before = prod(rule.old[: place.dim]) * place.outer  # of batch rows, which may be folded into the same dim
-    for dim, size in enumerate(rule.new):
-        outer = max(1, before // max(1, prod(rule.new[:dim])))
+    before = prod(rule.old[first : place.dim]) * place.outer  # of batch rows, which may be folded into the same dim
+    for dim, size in enumerate(rule.new[first:], first):
+        outer = max(1, before // max(1, prod(rule.new[first:dim])))
         out = Sharded(dim, outer, size // outer, 1)
         wanted = rule.pull(out) if size % outer == 0 and enough_rows(sharder, out.length) else None
         if wanted is not None and wanted[0] is not None and wanted[0].dim == place.dim:
@@ -43,6 +44,12 @@ def reshaped(sharder: Sharder, node: fx.Node) -> bool:
     sharder.reader = node
     sharder.set(node, sharder.emit(node, rule, [source], out), out)
     return True
+
+
+def batch_dims(rule: ViewRule, last: int) -> int:
+    """How many dims before `last` are as they were; their sizes may be open."""
+    pairs = zip(rule.old[:last], rule.new, strict=False)
+    return next((dim for dim, pair in enumerate(pairs) if not same(*pair)), min(last, len(rule.new)))
 
 
 def evenly(sharder: Sharder, length: int) -> bool:
