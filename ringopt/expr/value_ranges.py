@@ -7,7 +7,7 @@ or full is so, while some empty or full blocks are not recognised.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ ANYTHING: Interval = (-math.inf, math.inf)  # NaN included
 
 # The most elements that are read to bound one Load; a larger one is unbounded.
 MOST_READ = 1 << 20
+AT_ONCE = 1 << 16  # of these
 
 
 def bounds(
@@ -67,12 +68,30 @@ def _of_load(term: Load, spans: Mapping[str, range], sources: Sources) -> Interv
         return _unknown(term.dtype)
     if source is None or math.prod(len(spans[axis]) for axis in axes) > MOST_READ:
         return _unknown(term.dtype)
+    found = [_of_piece(term, piece, sources, source.device) for piece in _pieces({axis: spans[axis] for axis in axes})]
+    if ANYTHING in found:
+        return ANYTHING
+    return min(low for low, _ in found), max(high for _, high in found)
+
+
+def _pieces(spans: Mapping[str, range]) -> Iterator[dict[str, range]]:
+    """Blocks of few elements, cut along the longest axis."""
+    if not spans:
+        yield {}
+        return
+    longest = max(spans, key=lambda axis: len(spans[axis]))
+    others = math.prod(len(span) for axis, span in spans.items() if axis != longest)
+    step = max(1, AT_ONCE // others)
+    for start in range(0, len(spans[longest]), step):
+        yield {**spans, longest: spans[longest][start : start + step]}
+
+
+def _of_piece(term: Load, spans: Mapping[str, range], sources: Sources, device: torch.device) -> Interval:
     place = {}
-    for dim, axis in enumerate(axes):
-        span = spans[axis]
-        rows = torch.arange(span.start, span.stop, span.step, device=source.device)
-        place[axis] = rows.view([-1 if other == dim else 1 for other in range(len(axes))])
-    values = evaluate(term, place, sources, source.device).detach()
+    for dim, (axis, span) in enumerate(spans.items()):
+        rows = torch.arange(span.start, span.stop, span.step, device=device)
+        place[axis] = rows.view([-1 if other == dim else 1 for other in range(len(spans))])
+    values = evaluate(term, place, sources, device).detach()
     if values.is_floating_point() and bool(values.isnan().any()):
         return ANYTHING
     if values.dtype == torch.bool:

@@ -152,8 +152,6 @@ def why_no_step(op: OpOverload) -> str:
         return "writes into an operand"
     if torch.Tag.nondeterministic_seeded in op.tags:
         return "draws random numbers"
-    if not any("Tensor" in str(result.type) for result in schema.returns):
-        return "gives a number"
     takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
     if not takes and schema.name.split("::")[1] not in FACTORIES:
         return "takes no tensor"

@@ -15,6 +15,7 @@ from ringopt.expr.evaluate import evaluate, show
 from ringopt.expr.simplify import apply, cast, compare, negate, substitute, where
 from ringopt.expr.terms import Affine, Term, affine, applied, axis, converted, dumps, load, loads_terms, number
 from ringopt.expr.value_ranges import bounds
+from ringopt.tools.benchmarks.lab.tensor_bytes import peak_bytes
 
 Q, K, B = axis("q"), axis("k"), axis("b")
 INT, BOOL, FLOAT = torch.int64, torch.bool, torch.float32
@@ -270,6 +271,14 @@ def test_bounds_know_nothing_of_nan():
     vector = load(0, [K], FLOAT)
     assert bounds(vector, full_spans(), [torch.tensor([0.0, math.nan, 1, 1, 1, 1, 1])]) == (-math.inf, math.inf)
     assert bounds(compare("le", vector, math.inf), full_spans(), [torch.full((7,), math.nan)]) == (False, True)
+
+
+def test_bounds_are_read_in_pieces():
+    """Of 524,288 places, which would take 8 MiB at once."""
+    table, spans = torch.randn(518, dtype=torch.float64), {"h": range(8), "q": range(256), "k": range(256)}
+    term = load("x", [affine({"h": 1, "q": 1, "k": 1}, 0)], torch.float64)
+    assert bounds(term, spans, {"x": table}) == (table.min(), table.max())
+    assert peak_bytes(lambda: bounds(term, spans, {"x": table})) < 2**21
 
 
 def test_bounds_of_small_integers_may_wrap():

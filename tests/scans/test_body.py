@@ -56,7 +56,6 @@ def test_what_is_more_than_a_value_of_its_operands_is_refused(step, why):
         [["from_file.default", ["/etc/passwd"]]],
         [["add_.Tensor", [{"%": 0}, {"%": 1}]]],
         [["bernoulli.default", [{"%": 0}]]],
-        [["sym_size.int", [{"%": 0}, 0]]],
         [["no_such_operator.default", [{"%": 0}]]],
         [["__class__.__init__", [{"%": 0}]]],
         [["exp.default", [{"%": 7}]]],
