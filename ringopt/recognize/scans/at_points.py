@@ -24,7 +24,7 @@ from torch.fx.node import map_aggregate
 from ringopt.dims.op_families import COPIES, PADS, PERMUTATIONS, SLICES
 from ringopt.ir.constants import Constants
 from ringopt.ir.nodes import arguments_of, named, op_name, shape_of
-from ringopt.ir.symbolic_sizes import at_hand, formula, is_open, longest, same
+from ringopt.ir.symbolic_sizes import at_hand, elements, formula, is_open, longest, same
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -91,7 +91,9 @@ class AtFew:
     @classmethod
     def of(cls, x: fx.Node, dim: int) -> AtFew:
         """For values made of `x`, which has rows along `dim`. Raises NotAlike where their number has no limit, or is no
-        symbol and a constant."""
+        symbol and a constant, and where data decide a size."""
+        if not elements(shape_of(x)):
+            raise NotAlike
         lengths = {formula(size): sympy.Integer(at_hand(size)) for size in shape_of(x) if is_open(size)}
         if not is_open(rows := shape_of(x)[dim]):
             return cls(lengths)

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.fx as fx
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ringopt.ir.nodes import value_of
 from ringopt.recognize.scans.at_points import AtFew, NotAlike, view_of_few
@@ -37,6 +39,14 @@ def test_rows_are_all_there() -> None:
     x = fx.Graph().placeholder("x")
     x.meta["val"] = torch.empty(5, 1, 8, 7)
     assert AtFew().few(x, -2) == [2, 1, 8, 2]
+
+
+def test_sizes_that_data_decide_are_not_at_hand() -> None:
+    x, env = fx.Graph().placeholder("x"), ShapeEnv()
+    with FakeTensorMode(shape_env=env):
+        x.meta["val"] = torch.empty(env.create_unbacked_symint(), 8, 3)
+    with pytest.raises(NotAlike):
+        AtFew.of(x, -2)
 
 
 # ---- whatever comes behind a row -------------------------------------------------------------------------------------
