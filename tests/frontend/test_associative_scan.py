@@ -151,12 +151,14 @@ def test_one_graph_serves_any_batch(ranks: Any) -> None:
         assert not any("fixed at" in note or "these sizes only" in note for report in reports for note in report.notes)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch's own scan has other gradients")
 def test_one_graph_serves_any_number_of_chunks(ranks: Any) -> None:
     for error, reports in ranks(2, over_sizes, over_chunks, [(2, 24), (2, 16), (2, 40), (2, 56)]):
         assert error < 1e-12 and len(reports) == 2
         assert [[site.strategy for site in report.sites] for report in reports] == [["states"]] * 2
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch's own scan has other gradients")
 @pytest.mark.parametrize("program", [by_batch, by_length])
 def test_a_step_that_reads_a_size_is_of_the_one_at_hand(ranks: Any, program: Any) -> None:
     for error, reports in ranks(2, over_sizes, program, [(2, ROWS), (3, ROWS), (5, 9)]):
