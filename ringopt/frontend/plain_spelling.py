@@ -117,8 +117,8 @@ def drop_identities(graph: fx.Graph) -> None:
 
 
 def idle_value(node: fx.Node) -> fx.Node | None:
-    """What a cast or an expansion is of, or a slice of all rows, or what is written to these; None where it changes
-    anything, if only the order in memory."""
+    """What an alias, a cast or an expansion is of, or a slice of all rows, or what is written to these; None where it
+    changes anything, if only the order in memory."""
     if node.target in (aten.slice.Tensor, aten.slice_scatter.default):
         value = node.args[0] if node.target is aten.slice.Tensor else node.args[1]
         first, end = named(node, "start") or 0, named(node, "end")

@@ -7,77 +7,37 @@ import torch
 import torch.nn.functional as F
 
 from tests.harness.lengths import run_over
-
-WIDTH = 3
-
-
-class Layer(torch.nn.Module):
-    def __init__(self, program):
-        super().__init__()
-        torch.manual_seed(0)
-        self.program, self.layer = program, torch.nn.Linear(WIDTH, 2 * WIDTH, dtype=torch.float64)
-
-    def forward(self, x):
-        decay, added = self.layer(x).chunk(2, -1)
-        return self.program(decay.sigmoid(), added).sin()
+from tests.recognize.scans.test_parallel_scan import (
+    WIDTH,
+    Layer,
+    doubling,
+    in_rounds,
+    padded,
+    padded_and_cut,
+    written_in_place,
+)
 
 
 def given(rows, batch=2):
     return torch.randn(batch, rows, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
 
 
-def rounds(b):
-    """1, 2, 4, ...: as many as the length asks for, which so has a limit in each graph."""
-    far = 1
-    while far < b.shape[1]:
-        yield far
-        far *= 2
-
-
-def joined(a, b):
-    for far in rounds(b):
-        b = torch.cat([b[:, :far], b[:, far:] + a[:, far:] * b[:, :-far]], 1)
-        a = torch.cat([a[:, :far], a[:, far:] * a[:, :-far]], 1)
-    return b
-
-
-def padded(a, b):
-    for far in rounds(b):
-        b = b + a * F.pad(b, (0, 0, far, 0))[:, :-far]
-        a = a * F.pad(a[:, :-far], (0, 0, far, 0), value=1.0)
-    return b
-
-
-def padded_and_cut(a, b):
-    for far in rounds(b):
-        b = b + a * F.pad(b, (0, 0, far, -far))
-        a = a * F.pad(a, (0, 0, far, -far), value=1.0)
-    return b
-
-
-def in_place(a, b):
-    a, b = a.clone(), b.clone()
-    for far in rounds(b):
-        old = a.clone()
-        b[:, far:] += old[:, far:] * b[:, :-far].clone()
-        a[:, far:] = old[:, far:] * old[:, :-far]
-    return b
-
-
 def rows_last(a, b):
-    a, b = a.mT, b.mT
-    for far in rounds(b.mT):
+    a, b, far = a.sigmoid().mT, b.mT, 1
+    while far < b.shape[2]:
         b = torch.cat([b[..., :far], b[..., far:] + a[..., far:] * b[..., :-far]], -1)
         a = torch.cat([a[..., :far], a[..., far:] * a[..., :-far]], -1)
+        far *= 2
     return b.mT
 
 
 def all_but_the_first(a, b):
     """As many rows as there are tokens, less one."""
-    return F.pad(joined(a[:, 1:], b[:, 1:]), (0, 0, 1, 0))
+    return F.pad(in_rounds(a[:, 1:], b[:, 1:]), (0, 0, 1, 0))
 
 
-FOUND = [joined, padded, padded_and_cut, in_place, rows_last, all_but_the_first]
+# As many rounds as the length asks for, which so has a limit in each graph.
+FOUND = [in_rounds, padded, padded_and_cut, written_in_place, rows_last, all_but_the_first]
 
 
 @pytest.mark.sample(3)
@@ -91,41 +51,39 @@ def test_any_length_is_one_scan(program, p):
 
 def test_the_batch_may_be_open_too():
     calls = [(given(rows, batch),) for rows, batch in ((40, 2), (53, 3), (41, 5))]
-    (report,) = run_over(Layer(joined), calls, 2, dynamic=True).reports
+    (report,) = run_over(Layer(in_rounds), calls, 2, dynamic=True).reports
     assert [site.strategy for site in report.sites] == ["states"]
 
 
 def test_a_length_with_more_rounds_is_another_graph():
-    reports = run_over(Layer(joined), [(given(rows),) for rows in (20, 35, 31, 50)], 2, dynamic=True).reports
+    reports = run_over(Layer(in_rounds), [(given(rows),) for rows in (20, 35, 31, 50)], 2, dynamic=True).reports
     assert len(reports) == 2 and all([site.strategy for site in each.sites] == ["states"] for each in reports)
 
 
 # ---- what is right at the longest length alone -----------------------------------------------------------------------
 def from_the_end(a, b):
     """At 64 rows the first round reads the row before, at 53 another one."""
-    more = -b.shape[1] % 4
-    for far in rounds(b):
+    a, far, more = a.sigmoid(), 1, -b.shape[1] % 4
+    while far < b.shape[1]:
         back = far + more if far == 1 else far
         b = torch.cat([b[:, :back], b[:, back:] + a[:, back:] * b[:, :-back]], 1)
         a = torch.cat([a[:, :back], a[:, back:] * a[:, :-back]], 1)
+        far *= 2
     return b
+
+
+def later_from_the_end(a, b):
+    return F.pad(from_the_end(a[:, 1:], b[:, 1:]), (0, 0, 1, 0))
 
 
 def window(a, b):
     """Sixteen rows of any number: no limit of the length says that there are no more."""
-    for far in (1, 2, 4, 8):
-        b = torch.cat([b[:, :far], b[:, far:] + a[:, far:] * b[:, :-far]], 1)
-        a = torch.cat([a[:, :far], a[:, far:] * a[:, :-far]], 1)
-    return b
+    return doubling(a.sigmoid(), b, until=16)
 
 
 def window_of_few(a, b):
     """Of the twelve at hand it leaves out none, of the longest many."""
     return window(a, b) if b.shape[1] <= 64 else b
-
-
-def later_from_the_end(a, b):
-    return F.pad(from_the_end(a[:, 1:], b[:, 1:]), (0, 0, 1, 0))
 
 
 @pytest.mark.parametrize("program", [from_the_end, later_from_the_end, window, window_of_few])
