@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from ringopt.ir.nodes import outputs_of, readable_name, value_of
 from ringopt.ir.notes import CONTENT, INPUT, OF_PROGRAM, PARAMETER, SOURCE, STRIDES
 from ringopt.ir.real_strides import RealStrides
 from ringopt.ir.refusal import GraphRefused, Refusal
-from ringopt.ir.symbolic_sizes import into_arguments
+from ringopt.ir.symbolic_sizes import SymbolPlaces, into_arguments
 from ringopt.ops import operators
 from ringopt.pipeline import Context
 from ringopt.tensor.lazy import Lazy
@@ -203,7 +204,7 @@ def flatten(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, 
     Raises GraphRefused where a number or a size depends on data."""
     book = Book(inputs=frozenset(storage_key(x) for x in inputs if isinstance(x, torch.Tensor)))
     try:
-        flat = traced(lambda *args: Flatten(gm, book).run(*args), inputs)
+        flat = traced(partial(begun, gm, book), inputs)
         around = autocast_around(flat)
         for node in flat.graph.find_nodes(op="call_function", target=operators.custom_gradient.default):
             custom = book.customs[OpCall.of(node)["number"]]
@@ -216,6 +217,13 @@ def flatten(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, 
         raise GraphRefused(Refusal(why)) from error
     flat.recompile()
     return flat, book.regions
+
+
+def begun(gm: fx.GraphModule, book: Book, *args: Any) -> Any:
+    """Runs `gm` on inputs that a tracer knows."""
+    for symbol, (place, dim) in SymbolPlaces.of(args).places.items():
+        book.symbols[symbol] = args[place] if dim is None else args[place].shape[dim]
+    return Flatten(gm, book).run(*args)
 
 
 def traced(function: Callable[..., Any], inputs: Sequence[Any]) -> fx.GraphModule:

@@ -13,6 +13,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import sympy
 import torch
 import torch.fx as fx
 import torch.fx.traceback
@@ -30,6 +31,7 @@ from ringopt.frontend.one_node import (
     reason_against,
     refuse_views,
     stays_open,
+    traced_sizes,
 )
 from ringopt.ir.autograd_function import HigherOrder
 from ringopt.ir.checkpoint_regions import Regions, tags
@@ -115,11 +117,12 @@ def as_tensor(number: Any) -> Tensor:
 
 @dataclass
 class Book:
-    """What is noted of one graph while it is flattened. `inputs`: their memory."""
+    """What is noted of one graph while it is flattened. `inputs`: their memory; `symbols`: sizes of theirs."""
 
     regions: Regions = field(default_factory=Regions)
     customs: list[Custom | HigherOrder] = field(default_factory=list)
     inputs: frozenset[int] = frozenset()
+    symbols: dict[sympy.Symbol, Any] = field(default_factory=dict)
 
 
 class Flatten(fx.Interpreter):
@@ -232,7 +235,7 @@ class Flatten(fx.Interpreter):
         call, tensors = held_call(operator, args, kwargs, self.running)
         expected = flex.example(self.running)
         several = type(expected) if isinstance(expected, (tuple, list)) else None
-        sizes = (lambda x: (x.shape, x.stride())) if stays_open(operator, tensors) else fixed_sizes
+        sizes = partial(traced_sizes, known=self.book.symbols) if stays_open(operator, tensors) else fixed_sizes
         like = [
             torch.empty_strided(*sizes(x), dtype=x.dtype, device=x.device)
             for x in (expected if several else [expected])

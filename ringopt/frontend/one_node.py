@@ -6,10 +6,11 @@ changes nothing. Hooks, effects and kernels that write have no graphs there, or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
 import torch.fx as fx
 from torch import Tensor
@@ -18,7 +19,7 @@ from ringopt.frontend import flex
 from ringopt.ir.autograd_function import HigherOrder, OperandPlace
 from ringopt.ir.nodes import is_random, is_write, op_name, value_of, written_args
 from ringopt.ir.refusal import GraphRefused, Refusal
-from ringopt.ir.symbolic_sizes import at_hand, is_open
+from ringopt.ir.symbolic_sizes import at_hand, is_open, plain
 from ringopt.torch_compat.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -28,7 +29,7 @@ from ringopt.torch_compat.fake_tensors import (
 from ringopt.torch_compat.fx import make_fx
 from ringopt.torch_compat.pytree import tree_leaves, tree_map
 from ringopt.torch_compat.schema import HigherOrderOperator, OpOverload
-from ringopt.torch_compat.symbolic_shapes import ShapeEnv
+from ringopt.torch_compat.symbolic_shapes import ShapeEnv, computed
 from ringopt.torch_compat.tensors import storage_key
 
 NUMBERS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.SymInt)
@@ -128,6 +129,16 @@ def stays_open(operator: HigherOrderOperator, tensors: Iterable[Tensor]) -> bool
 def fixed_sizes(x: Tensor) -> tuple[list[int], list[int]]:
     """Sizes and strides; open ones are fixed."""
     return list(map(int, x.shape)), list(map(int, x.stride()))
+
+
+def traced_sizes(x: Tensor, known: Mapping[sympy.Symbol, Any]) -> tuple[list[Any], list[Any]]:
+    """Sizes and strides, open ones computed from sizes of the inputs: a tracer knows no others."""
+
+    def traced(size: Any) -> Any:
+        covered = is_open(size) and size.node.expr.free_symbols <= known.keys()
+        return computed(size.node.expr, dict(known)) if covered else plain(size)
+
+    return list(map(traced, x.shape)), list(map(traced, x.stride()))
 
 
 def sizes_at_hand(x: Tensor) -> tuple[list[int], list[int]]:

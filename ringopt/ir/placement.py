@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ringopt.ir.symbolic_sizes import divides, formula, same
+from ringopt.ir.symbolic_sizes import divides, formula, is_open, least_and_most, plain, same
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +55,8 @@ class Layouts:
     specialise a length later, so lengths are compared by their current formulas.
 
     `grains`: (grain, units, layout) of sequences that are cut between units of so many rows, for all that have about as
-    many: a recurrence may have a step more than there are units, and a convolution's output some rows. "" is the layout
-    that they have otherwise.
+    many: a recurrence may have a step more than there are units, and a convolution's output some rows. Where the number
+    of units is open, for those that have as many. "" is the layout that they have otherwise.
     """
 
     name: str = "contiguous"
@@ -64,10 +64,14 @@ class Layouts:
     grains: tuple[tuple[int, int, str], ...] = ()
 
     def of(self, length: int) -> str:
-        name, rows = self.plain(length), formula(length)
-        for grain, units, own in self.grains:
-            if isinstance(rows, int) and abs(rows - grain * units) < max(grain, 2):
+        name = self.plain(length)
+        least, most = least_and_most(length)
+        for grain, counted, own in self.grains:
+            units = plain(counted)
+            if not is_open(units) and -max(grain, 2) < least - grain * units and most - grain * units < max(grain, 2):
                 return f"{own or name}:{grain}x{units}"
+            if is_open(units) and same(-(-length // grain), units):
+                return f"{own or name}:{grain}" if grain > 1 else own or name
         return name
 
     def plain(self, length: int) -> str:

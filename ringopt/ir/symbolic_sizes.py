@@ -13,17 +13,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import sympy
 import torch
 import torch.fx as fx
 from torch.fx.node import map_aggregate
 
+from ringopt.expr.sizes import KnownSizes
 from ringopt.torch_compat.fake_tensors import detect_fake_mode
 from ringopt.torch_compat.operators import ASSERT_SCALAR
 from ringopt.torch_compat.symbolic_shapes import (
-    ShapeEnv,
     SymNode,
     compute_unbacked_bindings,
     computed,
@@ -38,36 +37,24 @@ LONGEST = 1 << 40
 
 
 def plain(size: Any) -> Any:
-    """The int of a symbol that a guard has specialised meanwhile; else the size as it is."""
-    return int(size) if isinstance(size, torch.SymInt) and size.node.expr.is_Integer else size
+    """The int of a size that a guard has fixed meanwhile; else the size as it is."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    found = formula(size)
+    return int(found) if found.is_Integer else size
 
 
 def is_open(size: Any) -> bool:
-    """Whether a size (or a number) is still symbolic: no guard has specialised it."""
+    """Whether a size (or a number) is still symbolic: no guard has fixed it."""
     return isinstance(plain(size), OPEN)
 
 
 def formula(size: Any) -> Any:
-    """A value that is equal for equal sizes: the int, or the sympy expression."""
-    return settled(size.node.expr, size.node.shape_env) if isinstance(size, OPEN) else size
-
-
-def settled(expression: Any, shape_env: ShapeEnv | None) -> Any:
-    """Substitutes every subexpression that a guard has fixed: after `F.pad(x, -n % 4)` at a length where nothing is
-    padded, n + (-n % 4) is n. torch substitutes specialised symbols only, not expressions of them."""
-    if shape_env is None or not hasattr(expression, "xreplace"):
-        return expression
-    known, seen = _fixed.setdefault(shape_env, ({}, 0))
-    for guard in shape_env.guards[seen:]:
-        equal = guard.expr
-        if isinstance(equal, sympy.Eq) and equal.rhs.is_Integer and isinstance(equal.lhs, sympy.Function):
-            known[equal.lhs.xreplace(known)] = known[equal.lhs] = equal.rhs
-    _fixed[shape_env] = known, len(shape_env.guards)
-    return expression.xreplace(known) if known else expression
-
-
-# By shape environment: the expressions that guards have fixed, and how many of the guards have been read.
-_fixed: WeakKeyDictionary[ShapeEnv, tuple[dict[Any, Any], int]] = WeakKeyDictionary()
+    """A value that is equal for equal sizes: the int, or the sympy expression in the one form of `KnownSizes`."""
+    if not isinstance(size, OPEN):
+        return size
+    expression, env = size.node.expr, size.node.shape_env
+    return expression if env is None else KnownSizes.of(env)(expression)
 
 
 @dataclass(frozen=True)
@@ -100,7 +87,11 @@ class SymbolPlaces:
 
 def same(one: Any, other: Any) -> bool:
     """Whether two sizes are provably equal for all values of their symbols."""
-    return bool(formula(one) == formula(other)) or statically_known_true(one == other)
+    sizes = [formula(size) for size in (one, other)]
+    env = next((size.node.shape_env for size in (one, other) if isinstance(size, OPEN)), None)
+    if sizes[0] == sizes[1] or env is None:
+        return bool(sizes[0] == sizes[1])
+    return KnownSizes.of(env).are_equal(*map(sympy.sympify, sizes)) or statically_known_true(one == other)
 
 
 def divides(size: Any, whole: Any) -> bool:
@@ -156,12 +147,16 @@ def elements(sizes: Sequence[Any]) -> int:
     return 0 if any(free_unbacked_symbols(size) for size in sizes if is_open(size)) else prod(map(at_hand, sizes))
 
 
+def least_and_most(size: Any) -> tuple[int, int]:
+    """The least and the most that the size may be; the most is LONGEST at least where it has no known limit."""
+    if not isinstance(size, OPEN):
+        return int(size), int(size)
+    return KnownSizes.of(size.node.shape_env).bounds(size.node.expr)
+
+
 def longest(size: Any) -> int:
     """An upper bound of the size, LONGEST where none is known."""
-    if not isinstance(size, OPEN):
-        return int(size)
-    upper = size.node.shape_env.bound_sympy(size.node.expr).upper
-    return int(upper) if upper.is_Integer and upper < LONGEST else LONGEST
+    return min(least_and_most(size)[1], LONGEST)
 
 
 # ---- in the arguments of nodes ---------------------------------------------------------------------------------------
@@ -180,11 +175,13 @@ def into_arguments(graph: fx.Graph) -> None:
 
 
 def into_nodes(graph: fx.Graph) -> None:
-    """The inverse of `into_arguments`: nodes compute each symbolic size from sizes of the inputs, which come first."""
+    """The inverse of `into_arguments`: nodes compute each symbolic size from sizes of the inputs, which come first. One
+    that guards have fixed is a number: compilers do not see that (n + -n % 64) // ((n + -n % 64) // 64) is 64."""
     inputs_first(graph)
     written = Written(graph)
 
     def node_of(size: Any) -> Any:
+        size = plain(size)
         return written.of(size.node.expr) if isinstance(size, OPEN) else size
 
     with graph.inserting_before(behind_inputs(graph)):

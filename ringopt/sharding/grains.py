@@ -4,7 +4,8 @@
 
 Then the reshape is one of what a rank has, and nothing inside of a chunk is sent. How many rows a step takes is read
 off the graph: the demand of a scan for its steps climbs to a reshape that makes steps of rows. Where there is a chunk
-for every rank and none for every segment of a zigzag, the sequence is contiguous.
+for every rank and none for every segment of a zigzag, the sequence is contiguous. Where the number of chunks is open,
+it is that of the length, "zigzag:64".
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ringopt.dims.rules import rule_of
 from ringopt.distributed.mesh import ANY, Mesh
 from ringopt.ir.nodes import op_name, shape_of, tensor_args
 from ringopt.ir.placement import Layouts, Sharded
-from ringopt.ir.symbolic_sizes import is_open, same
+from ringopt.ir.symbolic_sizes import at_hand, divides, formula, is_open, plain, same
 from ringopt.scans.affine import AffineStep, prove_affine
 from ringopt.scans.call import ScanCall
 from ringopt.scans.trace import Kinds
@@ -35,10 +36,12 @@ def with_grains(layouts: Layouts, scans: Iterable[fx.Node], mesh: Mesh, given: b
         return layouts
     shared = [node for node in scans if isinstance(prove_affine(*body_of(node)), AffineStep)]
     least = 1 if asked == "auto" else chunks_per_rank(asked)
-    found = dict.fromkeys(
-        grain for each in grains_of(shared, least * mesh.size) for grain in laid_out(each, layouts, mesh.size)
-    )
-    return replace(layouts, grains=tuple(found))
+    found = {
+        (rows, formula(units), own): (rows, units, own)
+        for each in grains_of(shared, least * mesh.size)
+        for rows, units, own in laid_out(each, layouts, mesh.size)
+    }
+    return replace(layouts, grains=tuple(found.values()))
 
 
 def laid_out(grain: Grain, layouts: Layouts, ranks: int) -> Iterator[tuple[int, int, str]]:
@@ -59,10 +62,11 @@ def body_of(scan: fx.Node) -> tuple[str, Kinds]:
 
 def grains_of(scans: Iterable[fx.Node], least: int) -> tuple[Grain, ...]:
     """Of the sequences that have steps of several rows; fewer than `least` units are too few to be cut between."""
-    chunks = {found for node in scans for found in chunks_of(node) if found[1] >= least}
+    every = (found for node in scans for found in chunks_of(node))
+    chunks = {(rows, formula(units)): (rows, units) for rows, units in every if units >= least}
     found = list[Grain]()
-    for rows, steps in sorted(chunks, reverse=True):
-        larger = [(grain, units) for grain, units in found if abs(rows * steps - grain * units) < grain]
+    for rows, steps in sorted(chunks.values(), key=lambda each: (each[0], at_hand(each[1])), reverse=True):
+        larger = [(grain, units) for grain, units in found if are_near(rows * steps, grain * units, grain)]
         if not larger:
             found.append((rows, steps))
         elif larger[0][0] % rows == 0 and larger[0][0] > rows:  # its steps are cut where the larger chunks end
@@ -70,18 +74,21 @@ def grains_of(scans: Iterable[fx.Node], least: int) -> tuple[Grain, ...]:
     return tuple(found)
 
 
+def are_near(one: int, other: int, grain: int) -> bool:
+    """Whether two lengths surely differ by less than a unit."""
+    return same(one, other) if is_open(one) or is_open(other) else abs(one - other) < grain
+
+
 def chunks_of(scan: fx.Node) -> Iterator[Grain]:
     """How many rows a unit has, and how many units there are; (1, units) where steps are one more or less."""
     xs = ScanCall.of(scan).xs
     steps = shape_of(xs[0])[0]
-    if is_open(steps):
-        return
     pending, seen = [(x, Sharded(0, 1, steps, 1)) for x in xs], set[fx.Node]()
     while pending:
         node, place = pending.pop()
         if place.inner > 1 and not is_open(place.inner):
-            yield int(place.inner), int(place.length)
-            if place.length != steps:
+            yield int(place.inner), plain(place.length)
+            if not is_open(steps) and place.length != steps:
                 yield 1, int(place.length)
         elif node not in seen and place.inner == 1:
             seen.add(node)
@@ -93,7 +100,7 @@ def inside_chunks(node: fx.Node, rows: Sharded, grains: Sequence[tuple[int, int,
     pending, seen = [(node, rows)], set[fx.Node]()
     while pending:
         each, place = pending.pop()
-        if any(same(grain, place.length) and place.outer % units == 0 for grain, units, _name in grains if grain > 1):
+        if any(grain > 1 and same(grain, place.length) and divides(units, place.outer) for grain, units, _ in grains):
             return True
         if each not in seen:
             seen.add(each)

@@ -39,10 +39,11 @@ from ringopt.ir.nodes import (
 )
 from ringopt.ir.notes import NAMED, PLACEMENT, WHOLE
 from ringopt.ir.placement import Sharded
-from ringopt.ir.symbolic_sizes import at_hand, elements, formula, is_open, same
+from ringopt.ir.symbolic_sizes import at_hand, elements, is_open, same
 from ringopt.ops import operators
 from ringopt.rules.declare import is_foreign, line_to_write
-from ringopt.sharding.ranks import Ranks, two_rows_each
+from ringopt.sharding.ranks import Ranks
+from ringopt.sharding.row_counts import RowCounts
 from ringopt.torch_compat.operators import UNSAFE_VIEW
 from ringopt.torch_compat.schema import schema_of
 
@@ -65,7 +66,7 @@ class Sharder:
         self.ranks = ranks
         self.graph = fx.Graph()
         self.carries = requires_grad(graph)
-        self.batched = any(map(is_batched_product, graph.nodes))
+        self.rows = RowCounts(self.graph, ranks, any(map(is_batched_product, graph.nodes)))
         self.values: dict[fx.Node, fx.Node] = {}
         self.placements: dict[fx.Node, Sharded | None] = {}
         self.converted: dict[tuple[fx.Node, object], fx.Node] = {}
@@ -85,7 +86,6 @@ class Sharder:
         # (ringopt/sharding/handlers/moe_routing.py).
         self.understood: dict[fx.Node, Callable[[], None]] = {}
         self.relaid: list[str] = []  # sequences that change their layout on the way, for the report
-        self.asked = dict[object, fx.Node]()
         self.reader: fx.Node | None = None
 
     # ---- what the walk calls ---------------------------------------------------------------------------------------
@@ -238,25 +238,6 @@ class Sharder:
     def scatter(self, node: fx.Node, placement: Sharded) -> fx.Node:
         cut = self.cut(placement)
         return self.over_ranks(operators.scatter.default, node, placement, "rows", x=self.replicated(node), **cut)
-
-    def rows(self, length: int, layout: str = "") -> int | fx.Node:
-        """Rows of this rank, of a sequence of `length`: asked when the program runs where the length is open. `layout`:
-        if not its own."""
-        layout = layout or self.ranks.layout(length)
-        if not self.ranks.asks and not self.ranks.serves(length, layout, self.batched):
-            return self.ranks.rows_here(length, layout)
-        key = (formula(length), layout)
-        if key not in self.asked:
-            if not self.ranks.asks and not length >= self.ranks.least(length):
-                raise AssertionError(f"{length} rows are too few for {self.ranks.size} ranks in layout {layout}")
-            some = next(each for each in self.graph.nodes if is_tensor(each))  # Inductor looks for a device
-            asked: dict[str, Any] = {"inputs": [some], "names": "", "program": "", "when": "never"}
-            asked["least"] = 2 if not self.ranks.asks and two_rows_each(length, layout, self.ranks.size) else 1
-            call = OpCall.to(operators.rows_here.default, length=length, layout=layout, group=self.ranks.group, **asked)
-            node = call.insert(self.graph, "rows_here")
-            node.meta[PLACEMENT] = node.meta[WHOLE] = None
-            self.asked[key] = node
-        return self.asked[key]
 
     def climb(self, node: fx.Node, placement: Sharded) -> fx.Node | None:
         """Computes only this rank's rows, from rows of the operands."""

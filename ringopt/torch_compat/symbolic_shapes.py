@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,15 +22,22 @@ from torch.fx.experimental.symbolic_shapes import (
     statically_known_true,
 )
 from torch.utils._sympy import functions
+from torch.utils._sympy.functions import CeilToInt, FloorDiv, IntTrueDiv, Mod, PythonMod
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.symbol import SymT, symbol_is_type
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 __all__ = [
     "FUNCTIONS",
+    "CeilToInt",
+    "FloorDiv",
     "GuardAsked",
     "GuardOnDataDependentSymNode",
+    "IntTrueDiv",
+    "Mod",
     "PickedSizes",
+    "PythonMod",
     "ShapeEnv",
     "SymNode",
     "asserted_size",
@@ -37,6 +45,7 @@ __all__ = [
     "computed",
     "float_symbol",
     "free_unbacked_symbols",
+    "range_of",
     "statically_known_true",
     "unbacked_size",
     "without_guards",
@@ -49,6 +58,8 @@ __all__ = [
 # statically_known_true(condition): adds no guard.
 # free_unbacked_symbols(value): those in the sizes of a tensor that are known only when the program runs.
 # compute_unbacked_bindings(shape_env, value): where in a value new ones come up, for node.meta["unbacked_bindings"].
+# FloorDiv(a, b), Mod(a, b), PythonMod(a, b), CeilToInt(IntTrueDiv(a, b)): sizes as sympy expressions; a Mod is of sizes
+#     that are not negative.
 # GuardOnDataDependentSymNode: raised where a decision needs the number of one.
 
 # The functions that sizes are written in beside sympy's own (FloorDiv, Mod, ...), by name, as they stand in files.
@@ -97,6 +108,15 @@ def _called(function: Callable[..., Any], *args: Any) -> Any:
 def computed(formula: sympy.Basic, values: dict[sympy.Symbol, Any]) -> Any:
     """An expression of sizes with these values for its symbols, which may be proxies of a graph."""
     return sympy_interp(Traceable, values, formula)
+
+
+def range_of(formula: sympy.Basic, env: ShapeEnv, narrower: dict[sympy.Basic, tuple[int, int]]) -> tuple[int, int]:
+    """The least and the most that an expression of sizes may be, by the ranges of its symbols, some of which are known
+    to be narrower. `sys.maxsize` and its negative stand for no limit."""
+    ranges = {symbol: env.var_to_range[symbol] for symbol in formula.free_symbols if symbol in env.var_to_range}
+    found = bound_sympy(formula, ranges | {symbol: ValueRanges(*ends) for symbol, ends in narrower.items()})
+    low = int(found.lower) if found.lower.is_Integer else -sys.maxsize
+    return low, int(found.upper) if found.upper.is_Integer else sys.maxsize
 
 
 def float_symbol(number: torch.SymFloat) -> Any:

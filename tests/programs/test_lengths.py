@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ringopt.tools.benchmarks.models.recurrent_layers import GatedDeltaNet
+from ringopt.tools.benchmarks.models.recurrent_layers import GatedDeltaNet, Mamba2
 from tests.harness.lengths import run_over
 from tests.harness.models import build
 
@@ -65,6 +65,28 @@ def test_a_loop_over_chunks_serves_any_batch(loop):
     scans = [report for report in reports if report.sites]
     assert len(scans) == 2 and all(site.strategy == "states" for report in scans for site in report.sites)
     assert "serves any size 0" in str(scans[1].notes) and "these sizes only" not in str(scans[1].notes)
+
+
+# Chunks by a loop of the program, of which Dynamo makes a graph for each number of them; by torch's scan; and by sums
+# over pairs of chunks.
+RECURRENT = {
+    "loop": (lambda: GatedDeltaNet(1), (300, 250, 222, 193)),
+    "scan": (lambda: GatedDeltaNet(1, "scan"), (300, 350, 257, 650)),
+    "sums": (lambda: Mamba2(1), (256, 320, 448, 640)),
+}
+
+
+@pytest.mark.parametrize("p", [2, pytest.param(3, marks=pytest.mark.zoo)])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrences_over_chunks_serve_any_length(name, p):
+    """Rows that are padded to whole chunks are cut between these at any length, and nothing is gathered but the end."""
+    make, lengths = RECURRENT[name]
+    lengths = [length + 128 * (p - 2) * (name != "loop") for length in lengths]
+    calls = [(torch.randn(2, n, 64, dtype=torch.float64),) for n in lengths]
+    _, any_length = run_over(make().double(), calls, p).reports
+    assert "serves any size 1" in any_length.notes[-1] and "these sizes only" not in str(any_length.notes)
+    assert [site.strategy for site in any_length.sites] == ["states"] and any_length.sharded_fraction == 1.0
+    assert [gather.op for gather in any_length.gathers] == ["output"]
 
 
 def test_too_few_rows_for_the_layout_or_the_ranks_compile_again():

@@ -13,9 +13,14 @@ import torch.fx as fx
 from ringopt.torch_compat.fake_tensors import FakeTensorMode
 from ringopt.torch_compat.symbolic_shapes import (
     FUNCTIONS,
+    CeilToInt,
+    FloorDiv,
     GuardAsked,
     GuardOnDataDependentSymNode,
+    IntTrueDiv,
+    Mod,
     PickedSizes,
+    PythonMod,
     ShapeEnv,
     SymNode,
     asserted_size,
@@ -23,6 +28,7 @@ from ringopt.torch_compat.symbolic_shapes import (
     computed,
     float_symbol,
     free_unbacked_symbols,
+    range_of,
     statically_known_true,
     unbacked_size,
     without_guards,
@@ -43,6 +49,24 @@ def test_a_size_has_an_expression_and_a_decision_is_a_guard() -> None:
     assert size > 5 and len(env.guards) == 1
     assert env.bound_sympy(size.node.expr).lower >= 2
     assert int(size) == 7 and size.node.expr == 7
+
+
+def test_how_sizes_are_rounded_and_what_remains() -> None:
+    size = open_tensor(ShapeEnv()).shape[0]
+    forms = {FloorDiv: size // 4, Mod: size % 4, PythonMod: -size % 4, CeilToInt: math.ceil(size / 4)}
+    for kind, form in forms.items():
+        assert isinstance(form.node.expr, kind)
+    assert isinstance(forms[CeilToInt].node.expr.args[0], IntTrueDiv)
+
+
+def test_the_range_of_an_expression() -> None:
+    env = ShapeEnv()
+    size = open_tensor(env).shape[0]
+    n, expr = size.node.expr, (3 * size + 1).node.expr
+    assert range_of(expr, env, {n: (4, 9)}) == (13, 28)
+    assert range_of(expr, env, {})[0] == 7 and range_of(expr, env, {})[1] > 1 << 60
+    assert size <= 50 and range_of(expr, env, {}) == (7, 151)
+    assert range_of(sympy.Integer(5), env, {}) == (5, 5)
 
 
 def test_a_decision_is_refused_before_anything_is_noted() -> None:

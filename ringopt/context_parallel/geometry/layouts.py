@@ -188,6 +188,11 @@ def is_grained(layout: str) -> bool:
     return ":" in layout
 
 
+def units_of(layout: str) -> int:
+    """How many units a layout counts, by its name; 0 for one that has as many as there are rows for."""
+    return parsed(layout)[2]
+
+
 def chunks_per_rank(name: str) -> int:
     """Of the layout called `name`."""
     return parsed(name)[0].chunks_per_rank

@@ -10,7 +10,7 @@ computed alike whatever comes behind it, and what holds for the longest holds fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -21,39 +21,46 @@ import torch.fx as fx
 from torch import Tensor
 from torch.fx.node import map_aggregate
 
-from ringopt.dims.op_families import COPIES, PADS, PERMUTATIONS, SLICES
+from ringopt.dims.op_families import CASTS, COPIES, PADS, PERMUTATIONS, SLICES
 from ringopt.ir.constants import Constants
 from ringopt.ir.nodes import arguments_of, named, op_name, shape_of
 from ringopt.ir.symbolic_sizes import at_hand, elements, formula, is_open, longest, same
+from ringopt.torch_compat.symbolic_shapes import FloorDiv
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def as_written(node: fx.Node, made: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
+    """The arguments of a node as they are."""
+    return node.args, node.kwargs
 
 
 def evaluated(
     nodes: Sequence[fx.Node],
     given: Mapping[fx.Node, Tensor],
     constants: Constants,
-    arguments: Callable[[fx.Node, Mapping[fx.Node, Any]], tuple[Any, Any]] = lambda node, _: (node.args, node.kwargs),
+    arguments: Callable[[fx.Node, Mapping[fx.Node, Any]], tuple[Any, Any]] = as_written,
 ) -> list[Tensor] | None:
     """Of `nodes`, in float64 on the CPU, where some values are `given`; None where one cannot be computed. `arguments`
-    of a node, and of what is computed so far, are those that it is computed with."""
-    needed, stack = set[fx.Node](), list(nodes)
+    of a node, and of what is computed so far, are those that it is computed with: also of constants whose sizes are
+    open."""
+    needed, stack, made = set[fx.Node](), list(nodes), dict[fx.Node, Any](given)
     while stack:
         each = stack.pop()
-        if each not in needed and each not in given:
-            needed.add(each)
-            stack += [] if each in constants else each.all_input_nodes
-    made: dict[fx.Node, Any] = dict(given)
-    for each in nodes[0].graph.nodes:
-        if each not in needed:
+        if each in needed or each in made:
             continue
-        if each in constants:
-            found = constants.get(each)
-            made[each] = found.double() if found is not None and found.is_floating_point() else found
-        elif each.op == "call_function":
+        needed.add(each)
+        if each in constants and (found := constants.get(each)) is not None:
+            made[each] = found.double() if found.is_floating_point() else found
+        else:
+            stack += each.all_input_nodes
+    for each in nodes[0].graph.nodes:
+        if each not in needed or each in made:
+            continue
+        if each.op == "call_function":
             args, kwargs = map_aggregate(fx.map_arg(arguments(each, made), made.__getitem__), wide)
             made[each] = each.target(*args, **kwargs)
-        if made.get(each) is None:
+        else:
             return None
     return [made[node] for node in nodes]
 
@@ -69,8 +76,12 @@ def wide(argument: Any) -> Any:
 MOST_ROWS = 1 << 16
 VIEWS = ("view", "reshape", "_unsafe_view")
 PICKS = (*SLICES, "select", "select_scatter", "slice_scatter")
-EACH = frozenset({"add", "sub", "mul", "neg", "unsqueeze", "squeeze", "stack", "zeros_like", "ones_like", *COPIES,
-                  *PERMUTATIONS})  # fmt: skip
+MAKERS = frozenset({"ones", "zeros", "full", "new_ones", "new_zeros", "new_full", "arange"})
+EACH = frozenset({
+    "add", "sub", "rsub", "mul", "neg", "exp", "exp2", "where", "masked_fill", "lt", "le", "gt", "ge", "eq", "ne",
+    "logical_not", "logical_and", "logical_or", "bitwise_not", "bitwise_and", "bitwise_or", "unsqueeze", "squeeze",
+    "stack", "zeros_like", "ones_like", *CASTS, *COPIES, *PERMUTATIONS,
+})  # fmt: skip
 
 
 class NotAlike(Exception):
@@ -83,25 +94,27 @@ class AtFew:
     NotAlike.
 
     lengths     numbers for open sizes
-    rows        what the number of rows depends on, where it is open"""
+    rows        what the number of rows depends on, where it is open: a symbol, or the floor of a quotient"""
 
-    lengths: Mapping[sympy.Symbol, sympy.Integer] = field(default_factory=dict)
-    rows: sympy.Symbol | None = None
+    lengths: Mapping[sympy.Basic, sympy.Integer] = field(default_factory=dict)
+    rows: sympy.Basic | None = None
 
     @classmethod
-    def of(cls, x: fx.Node, dim: int) -> AtFew:
-        """For values made of `x`, which has rows along `dim`. Raises NotAlike where their number has no limit, or is no
-        symbol and a constant, and where data decide a size."""
+    def of(cls, x: fx.Node, dim: int, most: int = 0) -> AtFew:
+        """For values made of `x`, which has rows along `dim`: `most` of them where their number is open, or all that
+        there can be. Raises NotAlike where that has no limit, or is not a number more or less than a symbol or a floor,
+        and where data decide a size."""
         if not elements(shape_of(x)):
             raise NotAlike
         lengths = {formula(size): sympy.Integer(at_hand(size)) for size in shape_of(x) if is_open(size)}
         if not is_open(rows := shape_of(x)[dim]):
             return cls(lengths)
-        symbol = next(iter(formula(rows).free_symbols))
-        more = formula(rows) - symbol
-        if not more.is_Integer or longest(rows) > MOST_ROWS:
+        most = most or longest(rows)
+        more, count = formula(rows).as_coeff_Add()
+        if most > MOST_ROWS or not (count.is_Symbol or isinstance(count, FloorDiv)):
             raise NotAlike
-        return cls(lengths | {symbol: sympy.Integer(longest(rows)) - more}, symbol)
+        others = {size: number for size, number in lengths.items() if not size.has(count)}
+        return cls(others | {count: sympy.Integer(most) - more}, count)
 
     def size(self, size: Any) -> Any:
         """The number of an open size; anything else as it is."""
@@ -126,7 +139,11 @@ class AtFew:
             self.counts_from_the_start(node)
         args, kwargs = map_aggregate((node.args, node.kwargs), self.size)
         name = op_name(node)
+        if name in MAKERS:
+            self.check_made(node)
+            return args, kwargs
         if name in EACH:
+            check_broadcast(node, made)
             return args, kwargs
         operands = node.args[0] if name == "cat" else node.args[:1]
         if all(list(made[x].shape) == self.shape(x) for x in operands):
@@ -135,30 +152,48 @@ class AtFew:
         whole, here = self.shape(x), tuple(made[x].shape)
         if name in VIEWS:
             return (x, view_of_few(whole, here, self.shape(node))), {}
-        if name == "expand" and whole == self.shape(node):  # as a write expands what is written
-            return (x, list(here)), {}
+        if name == "expand":
+            return (x, expand_of_few(whole, here, self.shape(node))), {}
         if name in ("flatten", "unflatten"):
             view_of_few(whole, here, self.shape(node))
         elif any(whole[dim] != here[dim] for dim in dims_of(node, len(whole))):
             raise NotAlike
         return args, kwargs
 
+    def check_made(self, node: fx.Node) -> None:
+        """Raises NotAlike for a constant that may differ between elements of which only some are looked at."""
+        if any(is_open(size) and not self.is_of_rows(node, dim) for dim, size in enumerate(shape_of(node))):
+            raise NotAlike
+
     def counts_from_the_start(self, node: fx.Node) -> None:
         """Raises NotAlike unless each row is made of the same ones whatever the number of rows."""
         name = op_name(node)
-        if name in EACH:
-            return
         operands = node.args[0] if name == "cat" else node.args[:1]
-        if name in (*VIEWS, "expand", "flatten", "unflatten"):
+        if name in MAKERS:
+            given = arguments_of(node)
+            fits = name != "arange" or not self.depends([given.get("start"), given.get("step")])
+        elif name in EACH:
+            fits = not self.depends([*node.args, *node.kwargs.values()])
+        elif name == "expand":
+            fits = True
+        elif name in (*VIEWS, "flatten", "unflatten"):
             fits = self.open_sizes(operands[0]) == self.open_sizes(node)
+        elif name in ("tril", "triu"):
+            fits = not self.depends(node.args[1:])
         else:
             dims = {dim for dim in dims_of(node, len(shape_of(node))) if any(self.is_of_rows(x, dim) for x in operands)}
             fits = not dims or (len(dims) == 1 and self.fits(node, name, operands, *dims))
         if not fits:
             raise NotAlike
 
+    def depends(self, numbers: Iterable[Any]) -> bool:
+        """Whether one of some arguments depends on the number of rows."""
+        return any(is_open(number) and formula(number).has(self.rows) for number in numbers)
+
     def fits(self, node: fx.Node, name: str, operands: Sequence[fx.Node], dim: int) -> bool:
         """Whether what is done to rows along `dim` begins at the first."""
+        if name == "cumsum":
+            return True
         if name == "cat":
             return not any(self.is_of_rows(x, dim) for x in operands[:-1])
         if name in PADS:
@@ -176,7 +211,7 @@ class AtFew:
     def is_of_rows(self, x: fx.Node, dim: int) -> bool:
         """Whether a size depends on the number of rows."""
         size = shape_of(x)[dim]
-        return is_open(size) and self.rows in formula(size).free_symbols
+        return self.depends([size])
 
     def open_sizes(self, x: fx.Node) -> list[Any]:
         """Those that depend on the number of rows."""
@@ -193,7 +228,25 @@ def dims_of(node: fx.Node, rank: int) -> list[int]:
     if name in PADS:
         pads = named(node, "pad")
         return [rank - 1 - at // 2 for at, amount in enumerate(pads) if amount]
+    if name == "cumsum":
+        return [named(node, "dim") % rank]
+    if name in ("tril", "triu"):
+        return [rank - 2, rank - 1]
     raise NotAlike
+
+
+def check_broadcast(node: fx.Node, made: Mapping[fx.Node, Any]) -> None:
+    """Raises NotAlike where some operands are there whole and others at few elements."""
+    try:
+        torch.broadcast_shapes(*(made[x].shape for x in node.all_input_nodes))
+    except RuntimeError as error:
+        raise NotAlike from error
+
+
+def expand_of_few(whole: Sequence[int], here: Sequence[int], out: Sequence[int]) -> list[int]:
+    """The sizes that `here`, which is `whole` at few elements, is expanded to: dims that are new are there whole."""
+    more = len(out) - len(whole)
+    return [*out[:more], *(size if one == 1 else few for one, few, size in zip(whole, here, out[more:], strict=True))]
 
 
 def view_of_few(whole: Sequence[int], here: Sequence[int], out: Sequence[int]) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from ringopt.ir.nodes import is_random, is_tensor, op_name, value_of
+from ringopt.ir.nodes import is_random, is_tensor, op_name, shape_of, value_of
 from ringopt.recognize.scans.buffers import Buffers
 from ringopt.recognize.scans.loop import Loop
 from ringopt.recognize.scans.operands import (
@@ -234,12 +234,15 @@ class Builder:
 
     def inside(self, pieces: TensorParts, node: fx.Node) -> TensorParts:
         """The pieces, if there is one for every step."""
-        places = pieces.places
-        if not places.within(value_of(pieces.tensor).shape[places.dim], self.loop.steps):
+        if not self.has_all(pieces):
             if None in self.loop.iterations[-1]:
                 raise OneStepLess
             raise NotRolled(f"{op_name(node)} takes parts of an axis whose length is open", node)
         return pieces
+
+    def has_all(self, pieces: TensorParts) -> bool:
+        """Whether the tensor surely has a piece for every step."""
+        return pieces.places.within(shape_of(pieces.tensor)[pieces.places.dim], self.loop.steps)
 
     def each(self, values: tuple[fx.Node, ...]) -> fx.Node:
         """One of a list, which may itself be made of parts of tensors in one way."""
@@ -261,9 +264,7 @@ class Builder:
             operand = common(column, {})
             if isinstance(operand, Each):
                 pieces = pieces_of(operand.values)
-                if pieces is None or not pieces.places.within(
-                    value_of(pieces.tensor).shape[pieces.places.dim], self.loop.steps
-                ):
+                if pieces is None or not self.has_all(pieces):
                     return None
                 found.append(self.x(pieces, operand.values[0]))
                 some = True
@@ -278,4 +279,3 @@ class Builder:
         order = [*(self.carries[j] for j in carries), *self.xs.values(), *self.consts.values()]
         for node in reversed(order):
             next(iter(self.graph.nodes)).prepend(node)
-

@@ -22,8 +22,8 @@ from torch import Tensor
 from ringopt.dims.contraction import Product, product_of
 from ringopt.ir.constants import Constants
 from ringopt.ir.nodes import emit, op_name, shape_of, value_of
-from ringopt.ir.symbolic_sizes import is_open
-from ringopt.recognize.scans.at_points import evaluated
+from ringopt.ir.symbolic_sizes import at_hand, is_open, longest, same
+from ringopt.recognize.scans.at_points import AtFew, NotAlike, as_written, evaluated
 from ringopt.recognize.scans.states_before import Parts, in_order_of, joined_in, put, readers, without_first
 from ringopt.scans.body import to_text
 from ringopt.scans.call import ScanCall
@@ -37,6 +37,7 @@ ANALYTIC = frozenset({
     "constant_pad_nd", "unsqueeze", "squeeze", "expand", "transpose", "permute", "movedim", "view", "reshape",
     "_unsafe_view", "slice", "select", "narrow", "flip", "clone", "contiguous", "alias", "to", "_to_copy",
 })  # fmt: skip
+MOST_ROWS = 256  # that are looked at where their number is open, or twice as many as there are at hand
 LARGEST = 1 << 26  # elements of a matrix whose numbers are looked at
 FARTHEST = 40  # ops between a matrix of decays and its exponents
 FEWEST = 3
@@ -61,7 +62,9 @@ class SegmentSum:
 
     @property
     def steps(self) -> int:
-        return int(shape_of(self.source)[self.along]) - (self.before is not None)
+        """May be open."""
+        rows: int = shape_of(self.source)[self.along]
+        return rows - (self.before is not None)
 
     @property
     def out(self) -> list[str]:
@@ -84,7 +87,7 @@ class SegmentSum:
     def kinds(self) -> Kinds:
         value = value_of(self.product.node)
         shapes = (self.state, self.decay, self.state)
-        return tuple(OperandKind(tuple(shape), value.dtype, value.device.type) for shape in shapes)
+        return tuple(OperandKind(tuple(map(at_hand, shape)), value.dtype, value.device.type) for shape in shapes)
 
     @property
     def at(self) -> int:
@@ -109,14 +112,13 @@ class SegmentSum:
         node, before, read = self.product.node, self.before, readers(self.product.node, self.at)
         with graph.inserting_before(node):
             if before is None:
-                how = {"dtype": value_of(node).dtype, "device": value_of(node).device}
-                first = emit(graph, aten.zeros.default, (self.state,), node, how)
-                rest, source = self.product.operands[1 - self.side], self.source
+                added, source = self.added(graph, self.product.operands[1 - self.side]), self.source
+                first = emit(graph, aten.zeros_like.default, (emit(graph, aten.select.int, (added, 0, 0), node),), node)
             else:
                 one, rest = before.emit(graph)
                 first = emit(graph, aten.select.int, (self.added(graph, one), 0, 0), node)
-                source = without_first(graph, self.source, self.along)
-            xs = [self.decays(graph, source), self.added(graph, rest)]
+                added, source = self.added(graph, rest), without_first(graph, self.source, self.along)
+            xs = [self.decays(graph, source), added]
             (last,), (states,) = ScanCall([first], xs, [], self.text).emit(graph, node)
             new = emit(graph, aten.movedim.int, (states, 0, self.at), node)
             new = in_order_of(graph, new, node)
@@ -168,12 +170,10 @@ def segment_sum(node: fx.Node, constants: Constants) -> SegmentSum | None:
         return None
     for side in (0, 1):
         own, letters, matrix = product.own(side), product.letters[side], product.operands[side]
-        if len(own) != 1 or None in product.out or any(map(is_open, shape_of(matrix))):
-            continue  # to compare open sizes would be a guard
-        sizes = product.sizes()
-        if sizes[own[0]] != sizes[product.contracted[0]] or sizes[own[0]] < FEWEST:
+        if len(own) != 1 or None in product.out or not value_of(matrix).is_floating_point():
             continue
-        if prod(shape_of(matrix)) > LARGEST or not value_of(matrix).is_floating_point():
+        sizes = product.sizes()
+        if not same(sizes[own[0]], sizes[product.contracted[0]]) or longest(sizes[own[0]]) < FEWEST:
             continue
         c, z = letters.index(own[0]), letters.index(product.contracted[0])
         for source in sources(matrix, constants):
@@ -192,7 +192,7 @@ def sources(node: fx.Node, constants: Constants) -> Iterator[fx.Node]:
     front, raised = {node}, False
     for _ in range(FARTHEST):
         last = max(front, key=place.__getitem__)
-        if len(front) == 1 and raised and value_of(last).is_floating_point() and not any(map(is_open, shape_of(last))):
+        if len(front) == 1 and raised and value_of(last).is_floating_point():
             yield last
         varying = [arg for arg in last.all_input_nodes if arg not in constants]
         if op_name(last) not in ANALYTIC or (op_name(last) in ("mul", "where") and len(varying) > 1) or not varying:
@@ -205,24 +205,48 @@ def proved(
     matrix: fx.Node, c: int, z: int, source: fx.Node, constants: Constants
 ) -> tuple[int, tuple[int, ...]] | None:
     """Whether matrix[.., c, .., z] is exp(source[z + 1] + ... + source[c]), and 0 where z > c: the dim of `source` that
-    is summed along, and which dims of `matrix` its other ones are."""
+    is summed along, and which dims of `matrix` its other ones are. A guard limits an open number of rows."""
     given, size = shape_of(source), shape_of(matrix)
     rest = [d for d in range(len(size)) if d not in (c, z)]
-    mapped = [
-        (along, order)
-        for along, each in enumerate(given)
-        if each == size[z]
-        for others in [[d for d in range(len(given)) if d != along]]
-        for order in itertools.permutations(rest, len(others))
-        if [size[d] for d in order] == [given[d] for d in others]
-        and all(size[d] == 1 for d in rest if d not in order)
-    ]
-    with unset_fake_temporarily(), torch.no_grad():
-        for scale in SCALES if mapped else ():
-            x = torch.randn(given, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * scale
-            found = evaluated([matrix], {source: x}, constants)
-            mapped = [how for how in mapped if found is not None and agrees(found[0], c, z, x, *how)]
-    return mapped[0] if mapped else None
+    for along, rows in enumerate(given):
+        others = [d for d in range(len(given)) if d != along]
+        orders = [
+            order
+            for order in itertools.permutations(rest, len(others))
+            if all(same(size[d], given[other]) for d, other in zip(order, others, strict=True))
+            and all(same(size[d], 1) for d in rest if d not in order)
+        ]
+        if not orders or not same(rows, size[z]):
+            continue
+        with unset_fake_temporarily(), torch.no_grad():
+            points = looked_at(matrix, source, along, constants)
+            orders = [order for order in orders if all(agrees(found, c, z, x, along, order) for x, found in points)]
+        if points and orders and (not is_open(rows) or rows <= most_rows(rows)):
+            return along, orders[0]
+    return None
+
+
+def looked_at(matrix: fx.Node, source: fx.Node, along: int, constants: Constants) -> list[tuple[Tensor, Tensor]]:
+    """Values of `source`, and what `matrix` is of each. Where a size is open there are few elements beside the rows, of
+    which there are the most. Nothing where that cannot be computed."""
+    dim, shape, few = along - len(shape_of(source)), list(shape_of(source)), None
+    try:
+        if any(map(is_open, (*shape, *shape_of(matrix)))):
+            few = AtFew.of(source, dim, most_rows(shape[along]))
+            shape = few.few(source, dim)
+        if prod(shape) * shape[along] > LARGEST:
+            return []
+        drawn = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        xs = [drawn * scale for scale in SCALES]
+        made = [(x, evaluated([matrix], {source: x}, constants, few or as_written)) for x in xs]
+    except NotAlike:
+        return []
+    return [(x, found[0]) for x, found in made if found is not None]
+
+
+def most_rows(rows: int) -> int:
+    """As many as a graph is proved for whose number of rows is open."""
+    return max(MOST_ROWS, 1 << (2 * at_hand(rows) - 1).bit_length())
 
 
 def agrees(found: Tensor, c: int, z: int, x: Tensor, along: int, order: Sequence[int]) -> bool:

@@ -27,7 +27,7 @@ def reshaped(sharder: Sharder, node: fx.Node) -> bool:
         return False
     first = batch_dims(rule, place.dim)
     if any(map(is_open, (*rule.old[first:], *rule.new[first:]))):
-        return False
+        return in_units(sharder, node, rule, place)
     found: list[tuple[Sharded, Sharded]] = []
     before = prod(rule.old[first : place.dim]) * place.outer  # of batch rows, which may be folded into the same dim
     for dim, size in enumerate(rule.new[first:], first):
@@ -44,6 +44,19 @@ def reshaped(sharder: Sharder, node: fx.Node) -> bool:
     sharder.reader = node
     sharder.set(node, sharder.emit(node, rule, [source], out), out)
     return True
+
+
+def in_units(sharder: Sharder, node: fx.Node, rule: ViewRule, place: Sharded) -> bool:
+    """Of open sizes: the dim of whole chunks, where ranks hold those, so that nothing is sent."""
+    for dim, size in enumerate(rule.new):
+        out = Sharded(dim, 1, size, 1)
+        wanted = rule.pull(out)
+        source = wanted[0] if wanted is not None else None
+        if source is not None and source.dim == place.dim and sharder.ranks.same_rows(place, source):
+            sharder.reader = node
+            sharder.set(node, sharder.emit(node, rule, [source], out), out)
+            return True
+    return False
 
 
 def batch_dims(rule: ViewRule, last: int) -> int:

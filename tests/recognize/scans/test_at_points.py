@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ringopt.ir.nodes import value_of
+from ringopt.ir.symbolic_sizes import into_arguments
 from ringopt.recognize.scans.at_points import AtFew, NotAlike, view_of_few
 
 VIEWS = {
@@ -60,6 +61,10 @@ FROM_THE_START = {
     "rows in front": lambda x: torch.cat([x[:, :2], x], 1),
     "written rows": lambda x: x.slice_scatter(x[:, :3] * 2, 1, 2, 5),
     "other dims": lambda x: x[:, :, -1:].flip(2).mT,
+    "sums up to each": lambda x: x.cumsum(1),
+    "pairs of rows": lambda x: x[:, None].expand(-1, x.shape[1], -1, -1) * x[:, :, None],
+    "pairs that are near": lambda x: x[:, :, None, 0].expand(-1, -1, x.shape[1]).tril(2),
+    "numbers of rows": lambda x: x + torch.arange(3, x.shape[1] + 3)[:, None],
 }
 FROM_THE_END = {
     "the last rows": lambda x: x[:, -3:],
@@ -71,7 +76,10 @@ FROM_THE_END = {
     "the last are written": lambda x: x.slice_scatter(x[:, :3] * 2, 1, -3, 2**63 - 1),
     "all but the last are written": lambda x: x.slice_scatter(x[:, :-3] * 2, 1, 0, -3),
     "merged with others": lambda x: x.flatten(1, 2),
-    "of every row": lambda x: x.cumsum(1),
+    "of every row": lambda x: x.sum(1),
+    "by the length": lambda x: x * x.shape[1],
+    "pairs by the length": lambda x: x[:, :, None, 0].expand(-1, -1, x.shape[1]).tril(x.shape[1] - 20),
+    "numbers from the last": lambda x: x + torch.arange(x.shape[1] - 1, -1, -1)[:, None],
 }
 
 
@@ -84,6 +92,7 @@ def test_rows_are_counted_from_the_start(name: str) -> None:
     graph = torch.export.export(
         Program(), (torch.randn(2, 12, 5),), dynamic_shapes=({1: torch.export.Dim("n", min=8, max=64)},)
     ).graph
+    into_arguments(graph)
     (x,) = graph.find_nodes(op="placeholder")
     at = AtFew.of(x, -2)
     assert at.few(x, -2) == [2, 64, 2]

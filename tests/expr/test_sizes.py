@@ -1,0 +1,105 @@
+"""Sizes in one form: lengths that are padded to whole chunks, and what guards fix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ringopt.ir.symbolic_sizes import divides, formula, is_open, least_and_most, plain, same
+
+
+def at_length(length: int, look: Callable[[Any], Any]) -> Any:
+    """What `look` gives of an open length."""
+    found: list[Any] = []
+
+    def program(x: Tensor) -> Tensor:
+        found.append(look(x.shape[0]))
+        return x + 1
+
+    make_fx(program, tracing_mode="symbolic")(torch.ones(length))
+    return found[0]
+
+
+# As models pad a length, and what it is then.
+PADDED: dict[str, Callable[[Any], Any]] = {
+    "a remainder": lambda n: n + -n % 64,
+    "a remainder of a remainder": lambda n: n + (64 - n % 64) % 64,
+    "rounded up": lambda n: (n + 63) // 64 * 64,
+    "rounded down": lambda n: -(-n // 64) * 64,
+    "a ceiling": lambda n: math.ceil(n / 64) * 64,
+    "twice": lambda n: (m := n + -n % 64) + -m % 64,
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_a_padded_length_is_whole_chunks(name: str) -> None:
+    def look(n: Any) -> Any:
+        padded = PADDED[name](n)
+        chunks = padded // 64
+        assert same(padded, (n + 63) // 64 * 64) and same(chunks, (n + 63) // 64)
+        assert divides(64, padded) and not divides(128, padded) and not same(padded, n)
+        assert plain(padded // chunks) == 64  # a view to -1 rows has as many
+        return formula(padded).subs({each: 200 for each in formula(padded).free_symbols})
+
+    assert at_length(100, look) == 256
+
+
+def test_forms_are_equal_to_what_they_are_made_of() -> None:
+    """At every length, of both signs of the remainder."""
+    forms: list[Callable[[Any], Any]] = [
+        *PADDED.values(), lambda n: n % 7, lambda n: -n % 7, lambda n: (3 * n + 5) // 4, lambda n: (5 - 3 * n) // 4,
+        lambda n: (8 * n + 70) // 8, lambda n: (n - 70) // 64 + n // 3, lambda n: (n // 4 * 4 + 3) // 4,
+    ]  # fmt: skip
+    for form in forms:
+        written = at_length(100, lambda n, form=form: (formula(n), formula(form(n))))
+        for length in range(2, 200):
+            assert written[1].xreplace({written[0]: sympy.Integer(length)}) == form(length), (written[1], length)
+
+
+def test_a_guard_on_the_number_of_chunks_fixes_the_padded_length_and_bounds_the_other() -> None:
+    def look(n: Any) -> None:
+        padded = n + -n % 64
+        before = least_and_most(n)
+        assert is_open(padded) and before[1] > 1 << 40
+        assert padded // 64 == 4  # as a loop over chunks asks
+        assert plain(padded) == 256 and plain(padded // 64) == 4 and is_open(n)
+        assert [least_and_most(size) for size in (n, n + 3, padded)] == [(193, 256), (196, 259), (256, 256)]
+
+    at_length(200, look)
+
+
+def test_what_one_guard_says_settles_another() -> None:
+    def look(n: Any) -> None:
+        assert n // 8 + n // 6 == 23  # of two floors neither is fixed
+        assert is_open(n // 8) and is_open(n // 6)
+        assert n // 6 == 13
+        assert plain(n // 8) == 10 and least_and_most(n) == (80, 83)
+
+    at_length(83, look)
+
+
+def test_a_length_that_a_number_divides() -> None:
+    def look(n: Any) -> None:
+        assert not same(n // 4 * 4, n)
+        assert n % 4 == 0
+        assert same(n // 4 * 4, n) and same((n + -n % 4) // 4 * 4, n) and divides(4, n) and not divides(8, n)
+
+    at_length(40, look)
+
+
+def test_a_length_that_needs_no_padding() -> None:
+    """By a guard that the padding is none."""
+
+    def look(n: Any) -> None:
+        padded = n + -n % 4
+        assert -n % 4 == 0
+        assert same(padded, n) and same(padded // 4 * 4, n)
+
+    at_length(40, look)
