@@ -65,13 +65,10 @@ class Layouts:
 
     def of(self, length: int) -> str:
         name = self.plain(length)
-        least, most = least_and_most(length)
         for grain, counted, own in self.grains:
-            units = plain(counted)
-            if not is_open(units) and -max(grain, 2) < least - grain * units and most - grain * units < max(grain, 2):
-                return f"{own or name}:{grain}x{units}"
-            if is_open(units) and same(-(-length // grain), units):
-                return f"{own or name}:{grain}" if grain > 1 else own or name
+            units = counted_in(length, grain, plain(counted))
+            if units is not None:
+                return f"{own or name}{units}"
         return name
 
     def plain(self, length: int) -> str:
@@ -81,6 +78,19 @@ class Layouts:
             return axes[at]
         known = [axis for axis in axes if isinstance(axis, int)] if isinstance(at, int) else []
         return axes[min(known, key=lambda axis: (abs(axis - at), axis))] if known else self.name
+
+
+def counted_in(length: int, grain: int, units: int) -> str | None:
+    """How a layout says that `length` is cut between so many units; None where it is not known to be about as long.
+    Where their number is open, it is that of the length without some rows that are added to it."""
+    if not is_open(units):
+        near = (abs(end - grain * units) < max(grain, 2) for end in least_and_most(length))
+        return f":{grain}x{units}" if all(near) else None
+    added = int(formula(length).as_coeff_Add()[0]) if is_open(length) else 0
+    for more in (0, added):
+        if 0 <= more < grain and same(-(-(length - more) // grain), units):
+            return f":{grain}+{more}" if more else f":{grain}" if grain > 1 else ""
+    return None
 
 
 @dataclass(frozen=True)

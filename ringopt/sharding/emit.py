@@ -88,9 +88,9 @@ class Steps:
     def layouts(self, place: Sharded, out: Sharded | None) -> str:
         """Of a sequence that is sharded as `place`, and of what is made of its rows. Where they differ, the report
         says so: more rows change ranks."""
-        layout = self.sharder.ranks.layout
-        old, new = layout(place.length), layout(place.length if out is None else out.length)
-        if old != new:
+        ranks, length = self.sharder.ranks, place.length if out is None else out.length
+        old, new = ranks.layout(place.length), ranks.layout(length)
+        if old != new and not ranks.same_units(Sharded(0, 1, place.length, 1), Sharded(0, 1, length, 1)):
             self.sharder.relaid.append(f"{self.node.name}: {place.length} rows, {old}, are laid out anew, {new}")
         return text_of(old, new)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ringopt.context_parallel.geometry.layouts import Layout, chunks_per_rank, layout_of, parsed, units_of
+from ringopt.context_parallel.geometry.layouts import Layout, chunks_per_rank, layout_of, parsed
 from ringopt.context_parallel.geometry.rows import Rows, count
 from ringopt.distributed.mesh import ANY, Mesh
 from ringopt.ir.placement import Sharded
@@ -59,7 +59,8 @@ class Ranks:
     def serves(self, length: int, layout: str, batched: bool) -> bool:
         """Whether an open `length` stays open: beside `batched` products only where every rank has two rows, or units
         of several, by a guard. A shorter one is compiled for itself."""
-        if batched and is_open(length) and not units_of(layout) and not parts_of(length, layout) >= 2 * self.size:
+        cut = parsed(layout)
+        if batched and is_open(length) and not cut.units and not cut.parts(length) >= 2 * self.size:
             int(length)
         return is_open(length)
 
@@ -73,14 +74,9 @@ class Ranks:
 
     def same_units(self, one: Sharded, other: Sharded) -> bool:
         """Whether both are cut between as many units of as many places, whatever their lengths."""
-        (kind, rows, units), (other_kind, other_rows, other_units) = map(self.units, (one, other))
-        alike = same(rows * one.inner, other_rows * other.inner) and same(units, other_units)
-        return alike and kind is other_kind
-
-    def units(self, place: Sharded) -> tuple[type[Layout], int, int]:
-        """The kind of the layout of a sequence, rows of a unit, and how many units there are."""
-        kind, rows, units = parsed(self.layout(place.length))
-        return kind, rows, units or -(-place.length // rows)
+        first, second = (parsed(self.layout(place.length)) for place in (one, other))
+        alike = same(first.rows * one.inner, second.rows * other.inner) and first.kind is second.kind
+        return alike and same(first.parts(one.length), second.parts(other.length))
 
     def blocks(self, place: Sharded) -> list[Rows]:
         """Of every rank, which of length * inner places it holds."""
@@ -88,17 +84,12 @@ class Ranks:
         return [tuple(range(x.start * place.inner, x.stop * place.inner) for x in of_rank) for of_rank in ranges]
 
 
-def parts_of(length: int, layout: str) -> int:
-    """Between how many rows, or units of several, a sequence is cut where the layout does not count them."""
-    rows = parsed(layout)[1]
-    return -(-length // rows) if rows > 1 else length
-
-
 def two_rows_each(length: int, layout: str, ranks: int) -> bool:
     """Whether every rank surely has two rows, whatever an open length is: Inductor (torch 2.13) lowers no batched
     product of rows that may be one. Of two units only the last may be shorter; and of units that are counted only the
     last has more where there are more rows."""
-    if not units_of(layout):
-        return bool(statically_known_true(parts_of(length, layout) >= 2 * ranks))
+    cut = parsed(layout)
+    if not cut.units:
+        return bool(statically_known_true(cut.parts(length) >= 2 * ranks))
     fewest = layout_of(layout, least_and_most(length)[0], ranks)
     return all(count(fewest.ranges(rank)) >= 2 for rank in range(ranks))

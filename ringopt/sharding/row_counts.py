@@ -36,9 +36,10 @@ class RowCounts:
             return self.ranks.rows_here(length, layout)
         key = (formula(length), layout)
         if key not in self.asked:
-            kind, rows, units = parsed(layout)
-            if rows > 1 and not units and divides(rows, length):
-                counted = self.graph.call_function(operator.mul, (self.ask(length // rows, kind.name), rows))
+            cut = parsed(layout)
+            if cut.rows > 1 and not cut.units + cut.more and divides(cut.rows, length):
+                units = self.ask(length // cut.rows, cut.kind.name)
+                counted = self.graph.call_function(operator.mul, (units, cut.rows))
                 self.asked[key] = without_placement(counted)
             else:
                 self.asked[key] = self.ask(length, layout)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from ringopt.context_parallel.geometry.layouts import layout_of
+from ringopt.context_parallel.geometry.layouts import layout_of, parsed
 from ringopt.context_parallel.geometry.rows import count
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import is_open, least_and_most, same
-from ringopt.sharding.ranks import Ranks, parts_of, two_rows_each
+from ringopt.sharding.ranks import Ranks, two_rows_each
 from ringopt.torch_compat.fake_tensors import FakeTensorMode
 from ringopt.torch_compat.symbolic_shapes import ShapeEnv
 from tests.harness.translation import Seat
@@ -54,7 +54,7 @@ def test_chunks_of_any_number_are_the_rows_that_are_cut_between_them(kind: str) 
     at_length(200, look)
 
 
-@pytest.mark.parametrize("layout", [f"{kind}{units}" for kind in LAYOUTS for units in ("", ":64", ":64x4")])
+@pytest.mark.parametrize("layout", [f"{kind}{units}" for kind in LAYOUTS for units in ("", ":64", ":64+3", ":64x4")])
 def test_two_rows_each_are_sure_at_all_lengths_or_not_at_all(layout: str) -> None:
     def look(n: Any) -> None:
         counted = layout.endswith("x4")
@@ -65,7 +65,7 @@ def test_two_rows_each_are_sure_at_all_lengths_or_not_at_all(layout: str) -> Non
         assert two_rows_each(n, layout, 2)
         low, high = least_and_most(n)
         for length in range(low, min(high, 600)):
-            if counted or parts_of(length, layout) >= 4:
+            if counted or parsed(layout).parts(length) >= 4:
                 plan = layout_of(layout, length, 2)
                 assert min(count(plan.ranges(rank)) for rank in range(2)) >= 2
 

@@ -5,7 +5,8 @@ padding is needed; where there are more chunks than rows, some are empty.
 
 A layout may have a grain, "zigzag:64": chunks end at multiples of it, as a recurrence over blocks of 64 rows wants them
 to, and their sizes differ by at most one such unit. "zigzag:64x6" counts 6 units whatever the length, so the edges of
-sequences that differ by some rows (padded, say) are the same; the last unit has what is more or less.
+sequences that differ by some rows (padded, say) are the same; the last unit has what is more or less. "zigzag:64+3" has
+as many units as there are rows for without 3 of them.
 """
 
 from __future__ import annotations
@@ -161,7 +162,21 @@ LAYOUTS: dict[str, type[Layout]] = {layout.name: layout for layout in (Contiguou
 
 
 BY = " x "
-_SPELLED = re.compile(r"([a-z]+)(?::([1-9]\d*)(?:x([1-9]\d*))?)?")
+_SPELLED = re.compile(r"([a-z]+)(?::([1-9]\d*)(?:x([1-9]\d*)|\+([1-9]\d*))?)?")
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """The name of a layout, read: `units` of `rows` each, 0 where it does not count them, for all rows but `more`."""
+
+    kind: type[Layout]
+    rows: int = 1
+    units: int = 0
+    more: int = 0
+
+    def parts(self, length: int) -> int:
+        """Between how many rows, or units of several, a sequence is cut; the length may be symbolic."""
+        return self.units or (length if self.rows == 1 else -(-(length - self.more) // self.rows))
 
 
 @lru_cache(maxsize=4096)
@@ -170,17 +185,17 @@ def layout_of(name: str, length: int, ranks: int) -> Layout:
     name."""
     if name == Replicated.name:
         return Replicated(length, ranks)
-    kind, grain, units = parsed(name)
-    return kind(length, ranks, grain=grain, counted=units)
+    cut = parsed(name)
+    return cut.kind(length, ranks, grain=cut.rows, counted=cut.parts(length) if cut.more else cut.units)
 
 
-def parsed(name: str) -> tuple[type[Layout], int, int]:
-    """Kind, grain and number of units of a layout. Raises OptionError for a name that is none."""
+def parsed(name: str) -> Spelling:
+    """What the name of a layout says. Raises OptionError for one that is none."""
     found = _SPELLED.fullmatch(name) if isinstance(name, str) else None
     if found is None or found[1] not in LAYOUTS:
         known = ", ".join(map(repr, LAYOUTS))
         raise OptionError(f"layout {name!r} is unknown; the layouts are {known}, each also with a grain, 'zigzag:64'")
-    return LAYOUTS[found[1]], int(found[2] or 1), int(found[3] or 0)
+    return Spelling(LAYOUTS[found[1]], *(int(found[i] or least) for i, least in ((2, 1), (3, 0), (4, 0))))
 
 
 def is_grained(layout: str) -> bool:
@@ -188,14 +203,9 @@ def is_grained(layout: str) -> bool:
     return ":" in layout
 
 
-def units_of(layout: str) -> int:
-    """How many units a layout counts, by its name; 0 for one that has as many as there are rows for."""
-    return parsed(layout)[2]
-
-
 def chunks_per_rank(name: str) -> int:
     """Of the layout called `name`."""
-    return parsed(name)[0].chunks_per_rank
+    return parsed(name).kind.chunks_per_rank
 
 
 def layouts_of(text: str) -> tuple[str, str]:

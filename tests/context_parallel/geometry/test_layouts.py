@@ -75,6 +75,17 @@ def test_units_lie_alike_in_sequences_that_differ_by_some_rows(name: str) -> Non
     assert layout_of(f"{name}:4x6", 24, 2).ranges(1) == tuple(range(4 * x.start, 4 * x.stop) for x in of_units)
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_more_leave_the_units_where_they_are(name: str) -> None:
+    """Whatever the length: ":4" would have another unit where the rows that are more fill one."""
+    for length in range(1, 40):
+        plain, longer = layout_of(f"{name}:4", length, 2), layout_of(f"{name}:4+3", length + 3, 2)
+        last = 2 * plain.chunks_per_rank
+        assert [plain.edge(i) for i in range(last)] == [longer.edge(i) for i in range(last)]
+        held = (row for rank in range(2) for rows in longer.ranges(rank) for row in rows)
+        assert sorted(held) == list(range(length + 3))
+
+
 @pytest.mark.parametrize(
     ("layout", "ranges"),
     [
