@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ringopt.context_parallel.geometry.layouts import chunks_per_rank, layout_of
+from ringopt.context_parallel.geometry.layouts import layout_of, parsed
 from ringopt.context_parallel.geometry.rows import count
 from ringopt.distributed.consistency import compare_ranks, digest
 from ringopt.distributed.lookup import mesh_of
@@ -64,8 +64,8 @@ def _(
 
 def check_enough(length: int, layout: str, ranks: int) -> None:
     """Raises PlanError where some of the ranks would have too few rows."""
-    least = chunks_per_rank(layout) * ranks
-    if length < least:
-        raise PlanError(
-            f"this program has a {layout} sequence of {length} rows, and {ranks} ranks need {least}; use fewer"
-        )
+    cut = parsed(layout)
+    parts, least = cut.parts(length), cut.kind.chunks_per_rank * ranks
+    if parts < least:
+        units = f"{parts} units of {cut.rows} rows" if cut.rows > 1 else f"{length} rows"
+        raise PlanError(f"this program has a {layout} sequence of {units}, and {ranks} ranks need {least}; use fewer")

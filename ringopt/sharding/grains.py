@@ -17,7 +17,7 @@ import torch.fx as fx
 
 from ringopt.context_parallel.geometry.layouts import chunks_per_rank
 from ringopt.dims.rules import rule_of
-from ringopt.distributed.mesh import ANY, Mesh
+from ringopt.distributed.mesh import Mesh
 from ringopt.ir.nodes import op_name, shape_of, tensor_args
 from ringopt.ir.placement import Layouts, Sharded
 from ringopt.ir.symbolic_sizes import at_hand, divides, formula, is_open, plain, same
@@ -32,7 +32,7 @@ ONE_MORE = frozenset({"cat", "constant_pad_nd", "pad", "slice", "narrow"})
 def with_grains(layouts: Layouts, scans: Iterable[fx.Node], mesh: Mesh, given: bool, asked: str) -> Layouts:
     """The layouts, cut between chunks where scans that ranks can share work chunk by chunk. Inputs that are `given` in
     rows are cut already. `asked` is the layout that options name, or "auto"."""
-    if given or mesh.name == ANY:
+    if given:
         return layouts
     shared = [node for node in scans if isinstance(prove_affine(*body_of(node)), AffineStep)]
     least = 1 if asked == "auto" else chunks_per_rank(asked)

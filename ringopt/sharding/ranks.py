@@ -66,14 +66,14 @@ class Ranks:
 
     def same_rows(self, one: Sharded, other: Sharded) -> bool:
         """Whether every rank holds the same places of a dim by both."""
-        if self.asks or not same(one.outer, other.outer) or not same(one.size, other.size):
+        if not same(one.outer, other.outer) or not same(one.size, other.size):
             return False
-        if any(is_open(place.length) or is_open(place.inner) for place in (one, other)):
+        if self.asks or any(is_open(place.length) or is_open(place.inner) for place in (one, other)):
             return self.same_units(one, other)
         return self.blocks(one) == self.blocks(other)
 
     def same_units(self, one: Sharded, other: Sharded) -> bool:
-        """Whether both are cut between as many units of as many places, whatever their lengths."""
+        """Whether both are cut between as many units of as many places, whatever their lengths and the ranks."""
         first, second = (parsed(self.layout(place.length)) for place in (one, other))
         alike = same(first.rows * one.inner, second.rows * other.inner) and first.kind is second.kind
         return alike and same(first.parts(one.length), second.parts(other.length))

@@ -1,7 +1,7 @@
 """How many rows of a sequence this rank has: a number, or a node that asks when the program runs.
 
-Where an open length is whole units of its layout, the units are counted. Rows that are split into chunks then have a
-number of rows that the chunk divides:
+Where that is asked of whole units, these are counted: rows that are split into chunks have a number that the chunk
+divides.
 
     n = rows_here(64 * c, "zigzag:64")      ->      n = 64 * rows_here(c, "zigzag")
 """
@@ -17,7 +17,7 @@ from ringopt.calls import OpCall
 from ringopt.context_parallel.geometry.layouts import parsed
 from ringopt.ir.nodes import is_tensor
 from ringopt.ir.notes import PLACEMENT, WHOLE
-from ringopt.ir.symbolic_sizes import divides, formula
+from ringopt.ir.symbolic_sizes import formula, same
 from ringopt.ops import operators
 from ringopt.sharding.ranks import Ranks, two_rows_each
 
@@ -37,7 +37,7 @@ class RowCounts:
         key = (formula(length), layout)
         if key not in self.asked:
             cut = parsed(layout)
-            if cut.rows > 1 and not cut.units + cut.more and divides(cut.rows, length):
+            if cut.rows > 1 and not cut.more and same(cut.rows * cut.parts(length), length):
                 units = self.ask(length // cut.rows, cut.kind.name)
                 counted = self.graph.call_function(operator.mul, (units, cut.rows))
                 self.asked[key] = without_placement(counted)

@@ -206,7 +206,7 @@ class Sharder:
         """From the sequence along which the value is sharded to another that the same dim is made of, or to another
         dim; None where sizes are open, or it is too short."""
         held = self.placements[node]
-        if held is None or self.ranks.asks:
+        if held is None or (self.ranks.asks and held.dim != placement.dim):
             return None
         if held.dim != placement.dim:
             fits = not is_open(placement.length) and placement.length >= self.ranks.least(placement.length)
@@ -214,7 +214,7 @@ class Sharder:
         if self.ranks.same_rows(held, placement):
             return self.values[node]
         old, new = ((place.outer, place.length, place.inner) for place in (held, placement))
-        if any(map(is_open, (*old, *new))) or placement.length < self.ranks.least(placement.length):
+        if self.ranks.asks or any(map(is_open, (*old, *new))) or placement.length < self.ranks.least(placement.length):
             return None
         given = {"x": self.values[node], "dim": held.dim, "old": old, "new": new, **self.from_to(held, placement)}
         return self.over_ranks(operators.respread.default, node, placement, "respread", **given)

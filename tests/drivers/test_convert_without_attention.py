@@ -14,6 +14,7 @@ from torch.export import Dim, export
 
 import ringopt
 from ringopt.drivers.convert import convert_program
+from ringopt.tools.benchmarks.models.recurrent_layers import DIM, GatedDeltaNet
 from tests.harness.models import difference, run
 from tests.harness.pool import RankError
 
@@ -68,14 +69,14 @@ class Convolved(nn.Module):
         return out
 
 
-def rows(length: int) -> dict[str, Tensor]:
-    return {"x": torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(length)).double()}
+def rows(length: int, width: int = WIDTH) -> dict[str, Tensor]:
+    return {"x": torch.randn(2, length, width, generator=torch.Generator().manual_seed(length)).double()}
 
 
-def distances(file: Path, wanted: dict[int, list[Tensor]]) -> list[float]:
+def distances(file: Path, wanted: dict[int, list[Tensor]], width: int = WIDTH) -> list[float]:
     """Of outputs and gradients, by length."""
     module = ringopt.load(file).module()
-    return [difference(run(lambda x: module(x), module, rows(length)), wanted[length]) for length in wanted]
+    return [difference(run(lambda x: module(x), module, rows(length, width)), wanted[length]) for length in wanted]
 
 
 # By module: the strategy of its one site, where it has one.
@@ -101,6 +102,20 @@ def test_one_file_serves_any_length(made: type[nn.Module], p: int, ranks: Callab
     whole = program.module()
     wanted = {length: run(lambda x: whole(x), whole, rows(length)) for length in (24, 17, 50)}
     assert max(map(max, ranks(p, distances, tmp_path / "any.pt2", wanted))) < 1e-12
+
+
+@pytest.mark.parametrize("p", [2, pytest.param(3, marks=pytest.mark.zoo)])
+def test_ranks_hold_whole_chunks_however_many_they_are(p: int, ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """Nothing is gathered between the ends: the convolution takes rows of the neighbour, and the last chunk is padded
+    where it is."""
+    program = export(GatedDeltaNet(1).double(), (rows(250, DIM)["x"],))
+    converted, report = convert_program(program)
+    assert [site.strategy for site in report.sites] == ["states"] and report.sharded_fraction == 1.0
+    assert [gather.op for gather in report.gathers] == ["output"]
+    torch.export.save(converted, tmp_path / "chunks.pt2")
+    whole = program.module()
+    wanted = {250: run(lambda x: whole(x), whole, rows(250, DIM))}
+    assert max(map(max, ranks(p, distances, tmp_path / "chunks.pt2", wanted, DIM))) < 1e-12
 
 
 def test_a_file_of_few_rows_asks_for_fewer_ranks(ranks: Callable[..., Any], tmp_path: Path) -> None:

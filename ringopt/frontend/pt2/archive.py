@@ -29,6 +29,7 @@ from torch.export import ExportedProgram
 from ringopt.errors import ProgramError, RingError, first_line
 from ringopt.frontend.pt2.schema import Odd, check_payload, check_program
 from ringopt.torch_compat.export import DTYPES, SCHEMA_VERSION, FileReader
+from ringopt.torch_compat.fake_tensors import open_strides_undecided
 
 # Where provenance is kept in a file that ringopt wrote.
 PROVENANCE = "ringopt.json"
@@ -65,7 +66,7 @@ def load_with_provenance(path: str | Path, *, trusted: bool = False) -> tuple[Ex
     checked(path, trusted)
     check_readers(path)
     extra = {PROVENANCE: ""}
-    with logged_causes() as causes:
+    with logged_causes() as causes, open_strides_undecided():
         try:
             program = torch.export.load(path, extra_files=extra)
         except Exception as error:

@@ -10,6 +10,7 @@ from math import prod
 
 import torch.fx as fx
 
+from ringopt.context_parallel.geometry.layouts import is_grained
 from ringopt.dims.rule import ViewRule
 from ringopt.dims.rules import rule_of
 from ringopt.ir.placement import Sharded
@@ -23,9 +24,11 @@ def reshaped(sharder: Sharder, node: fx.Node) -> bool:
     for inside one rows are mixed."""
     rule = rule_of(node)
     place = sharder.placements[node.args[0]] if isinstance(rule, ViewRule) else None
-    if not isinstance(rule, ViewRule) or place is None or sharder.ranks.asks:
+    if not isinstance(rule, ViewRule) or place is None:
         return False
     first = batch_dims(rule, place.dim)
+    if sharder.ranks.asks:  # other rows may be too few for the ranks that there will be
+        return is_grained(sharder.ranks.layout(place.length)) and in_units(sharder, node, rule, place)
     if any(map(is_open, (*rule.old[first:], *rule.new[first:]))):
         return in_units(sharder, node, rule, place)
     found: list[tuple[Sharded, Sharded]] = []
@@ -47,7 +50,7 @@ def reshaped(sharder: Sharder, node: fx.Node) -> bool:
 
 
 def in_units(sharder: Sharder, node: fx.Node, rule: ViewRule, place: Sharded) -> bool:
-    """Of open sizes: the dim of whole chunks, where ranks hold those, so that nothing is sent."""
+    """Of open sizes, or for any ranks: the dim of whole chunks, where ranks hold those, so that nothing is sent."""
     for dim, size in enumerate(rule.new):
         out = Sharded(dim, 1, size, 1)
         wanted = rule.pull(out)
