@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.calls import OpCall
-from ringopt.context_parallel.geometry.layouts import layouts_of, text_of
+from ringopt.context_parallel.geometry.layouts import chunks_per_rank, layouts_of, text_of
 from ringopt.ir.nodes import named, shape_of, value_of
 from ringopt.ir.notes import PLACEMENT, WHOLE
 from ringopt.ir.placement import Sharded
@@ -21,6 +21,8 @@ from ringopt.sharding.sharder import Sharder
 from ringopt.torch_compat.schema import schema_of
 
 aten = torch.ops.aten
+
+FEW = 4  # ranks
 
 Handler = Callable[[Sharder, fx.Node], bool]
 
@@ -112,8 +114,9 @@ class Steps:
 
 
 def enough_rows(sharder: Sharder, length: int) -> bool:
-    """Whether every chunk of the layout has a row."""
-    length = at_hand(length) if sharder.ranks.asks else length  # `rows_here` asks again, of the ranks that there are
+    """Whether every chunk of the layout has a row; for any ranks, of FEW ranks: `rows_here` asks again when it runs."""
+    if sharder.ranks.asks:
+        return at_hand(length) >= chunks_per_rank(sharder.ranks.layout(length)) * FEW
     return length >= sharder.ranks.least(length)
 
 
