@@ -3,11 +3,16 @@ is returned is gathered."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from _pytest.mark import ParameterSet
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringopt.backend  # noqa: F401  (teaches Dynamo)
+from ringopt.tools.benchmarks.models.widened import widen
+from tests.harness.lengths import Lengths
 from tests.harness.translation import captured_graphs, validate_graph
 from tests.zoo.hybrid_models import HYBRIDS, build
 from tests.zoo.outcomes import in_float64
@@ -45,3 +50,36 @@ def test_it_stays_on_its_shards(name: str, ragged: bool) -> None:
     assert verdict.report.sharded_fraction >= 0.95
     assert {gather.op for gather in verdict.report.gathers} <= {"output", GATHERED.get(name, "output")}
     assert all(site.refusal is None for site in verdict.report.sites)
+
+
+class InFloat64(Lengths):
+    """Of each graph, with all that it computes in less."""
+
+    def __call__(self, gm: Any, inputs: Any) -> Any:
+        widen(gm)
+        return super().__call__(gm, inputs)
+
+
+SUMMED = ("nemotron_h", "granitemoehybrid", "zamba2", "bamba", "falcon_h1", "mamba2")
+# By model, how many chunks the sequences have, where Dynamo unrolls a loop over them.
+UNROLLED = {"qwen3_next": {3, 4}, "olmo_hybrid": {3, 4}}
+LENGTHS = [(2, 150), (2, 180), (2, 135), (2, 200), (2, 250), (3, 140), (5, 130)]
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", [*SUMMED, *UNROLLED])
+def test_any_length_has_the_graph_of_the_second(name: str) -> None:
+    """And the batch may change: rows are padded to whole chunks of 16, or 64."""
+    torch._dynamo.reset()
+    model = build(name, 100)[0].double()
+    backend = InFloat64(2)
+    compiled = torch.compile(model, backend=backend)
+    with sdpa_kernel(SDPBackend.MATH):
+        for batch, tokens in LENGTHS:
+            ids = torch.randint(3, 60, (batch, tokens), generator=torch.Generator().manual_seed(tokens))
+            compiled(input_ids=ids, labels=ids, use_cache=False)
+    _static, *dynamic = backend.reports
+    assert len(dynamic) == 1 + len(UNROLLED.get(name, {1}))  # one more for any batch
+    assert not any("these sizes only" in note or "is fixed" in note for report in dynamic for note in report.notes)
+    assert all(report.sharded_fraction >= 0.99 for report in backend.reports)
+    assert all({gather.op for gather in report.gathers} <= {"output"} for report in dynamic)
