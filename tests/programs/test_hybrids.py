@@ -19,8 +19,7 @@ from tests.zoo.outcomes import in_float64
 
 TOKEN_BY_TOKEN = ("mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma", "rwkv", "lfm2", "lfm3")
 CHUNKS_OF_64 = ("qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "bailing_hybrid")
-# The states between chunks, which one writes into one tensor; a last block that is shorter than the others.
-GATHERED = {"xlstm": "slice_scatter", "minimax": "matmul"}
+GATHERED = {"minimax": "matmul"}  # a last block that is shorter than the others
 
 
 def length(name: str, ragged: bool) -> int:

@@ -1,6 +1,7 @@
 """Tensors that a loop fills part by part, and may read where it wrote a step before.
 
     y = select_scatter(y, y_t, 1, t)                                   y_t is a result of every step
+    y = slice_scatter(y, h_t, 1, 4 * t, 4 * t + 4);  h_t = f(h_t)      h_t is carried, and a result before each step
     h_t = a[:, t] * select(h, 1, t - 1) + ...;  h = select_scatter(h, h_t, 1, t)       h_t is carried
 """
 
@@ -22,12 +23,18 @@ SCATTERS, READS = ("select_scatter", "slice_scatter"), ("select", "slice")
 @dataclass(frozen=True)
 class Buffer:
     """A carried tensor that is written at `places`; `written` is the place of what is written, `init` the tensor as the
-    loop finds it."""
+    loop finds it. `before`: it is written as the step before has left it."""
 
     place: int
     written: int
     places: PartPlaces
     init: fx.Node
+    before: bool = False
+
+    @property
+    def result(self) -> int:
+        """What of every step is written: a place, or, below zero, the inverse of one for its value before the step."""
+        return ~self.written if self.before else self.written
 
 
 @dataclass
@@ -51,7 +58,7 @@ class Buffers:
             found.of[place] = buffer
             found.stands_for.update(parts)
             carried = [reader for reader, part in parts.items() if isinstance(part, Carried)]
-            if carried:  # all of them read one part of the tensor that the loop found
+            if carried and not buffer.before:  # all of them read one part of the tensor that the loop found
                 if buffer.written in found.init or buffer.written in loop.init:
                     raise NotRolled("a value is carried in two ways", loop.first[buffer.written])
                 found.init[buffer.written] = loop.first[carried[0]]
@@ -60,12 +67,12 @@ class Buffers:
 
 def _buffer_at(loop: Loop, place: int) -> Buffer | None:
     node, row = loop.first[place], loop.operands[place]
-    if op_name(node) not in SCATTERS or row[0] != Carried(place) or not isinstance(row[1], Own):
+    if op_name(node) not in SCATTERS or row[0] != Carried(place) or not isinstance(row[1], (Own, Carried)):
         return None
     places = places_of(op_name(node), row[2:])
     if places is None or (places.width and abs(places.step) != places.width):
         return None
-    return Buffer(place, row[1].place, places, loop.init[place])
+    return Buffer(place, row[1].place, places, loop.init[place], before=isinstance(row[1], Carried))
 
 
 def _parts(loop: Loop, buffer: Buffer) -> dict[int, Operand | TensorParts] | None:
@@ -95,8 +102,8 @@ def _part(loop: Loop, buffer: Buffer, j: int) -> Operand | TensorParts | None:
     if off:
         return None
     if row[0] == Own(buffer.place) and behind == 0:
-        return Own(buffer.written)
-    if row[0] == Carried(buffer.place) and behind == -1:
+        return Carried(buffer.written) if buffer.before else Own(buffer.written)
+    if row[0] == Carried(buffer.place) and behind == -1 and not buffer.before:
         return Carried(buffer.written)
     if behind >= (0 if row[0] == Carried(buffer.place) else 1):
         return TensorParts(buffer.init, read)  # not yet written

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.fx as fx
 
-from ringopt.ir.nodes import emit, op_name, shape_of, value_of
-from ringopt.ir.symbolic_sizes import same
+from ringopt.ir.nodes import emit, named, op_name, shape_of, value_of
+from ringopt.ir.symbolic_sizes import is_open, same, slice_of
 from ringopt.recognize.scans.batch import OverSteps
 from ringopt.recognize.scans.buffers import Buffer
 from ringopt.recognize.scans.hoist import SplitStep
@@ -74,10 +74,12 @@ def replace_loop(graph: fx.Graph, rolled: Rolled, parts: SplitStep, text: str) -
         for place, final in zip(rolled.carries, finals, strict=True):
             if place not in stacked:
                 _replace(loop.iterations[-1][place], final, inside, graph)
+        tensors = set[fx.Node]()
         for place, buffer in rolled.buffers.of.items():
             whole = loop.iterations[-1][place]
             if whole is not None and any(user not in inside for user in whole.users):
-                _replace(whole, filled(graph, buffer, stacked[buffer.written], whole), inside, graph)
+                tensors.add(made := filled(graph, buffer, stacked[buffer.result], whole))
+                _replace(whole, made, inside, graph)
         for place in range(len(loop.operands)):
             if place in stacked:
                 _replace_column(graph, loop.column(place), stacked[place], inside)
@@ -85,6 +87,7 @@ def replace_loop(graph: fx.Graph, rolled: Rolled, parts: SplitStep, text: str) -
                 for node in loop.column(place)[1:]:  # the same in all iterations
                     _replace(node, loop.first[place], inside, graph)
     graph.erase_node(anchor)
+    read_where_written(graph, tensors)
     for iteration in reversed(loop.iterations):
         for node in reversed(iteration):
             if node is not None and not node.users:
@@ -139,6 +142,53 @@ def filled(graph: fx.Graph, buffer: Buffer, ys: fx.Node, like: fx.Node) -> fx.No
     end = at.first + at.step * (steps - 1) + at.extent
     step = at.step if at.width == 0 else 1
     return emit(graph, aten.slice_scatter.default, (buffer.init, joined, at.dim, at.first, end, step), like)
+
+
+def read_where_written(graph: fx.Graph, tensors: set[fx.Node]) -> None:
+    """Slices of one of `tensors`, which parts are written into there and behind, are slices of the parts."""
+    for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
+        dim = named(node, "dim") % len(shape_of(node))
+        source, first, end = original_part(node, dim)
+        if source is node.args[0] or not tensors & set(written_into(node.args[0])):
+            continue
+        with graph.inserting_before(node):
+            whole = (first, end) == (0, shape_of(source)[dim])
+            new = source if whole else emit(graph, aten.slice.Tensor, (source, dim, first, end), node)
+            node.replace_all_uses_with(new if value_of(new).is_contiguous() else laid_out(graph, new, node))
+        graph.erase_node(node)
+
+
+def written_into(tensor: fx.Node) -> Iterator[fx.Node]:
+    """A tensor, before and behind each of the parts that were written into it."""
+    while op_name(tensor) == "slice_scatter":
+        yield tensor
+        tensor = tensor.args[0]
+
+
+def original_part(node: fx.Node, dim: int) -> tuple[fx.Node, int, int]:
+    """What a slice along `dim` is a part of, which was written or was there before, and from where to where."""
+    source = node.args[0]
+    if is_open(shape_of(source)[dim]) or (part := part_along(node, dim)) is None:
+        return source, 0, 0
+    first, end = part
+    while op_name(source) == "slice_scatter" and (written := part_along(source, dim)) is not None:
+        alike = value_of(source.args[1]).dtype == value_of(source).dtype
+        if alike and written[0] <= first and end <= written[1]:
+            source, first, end = source.args[1], first - written[0], end - written[0]
+        elif end <= written[0] or written[1] <= first:
+            source = source.args[0]
+        else:
+            break
+    return source, first, end
+
+
+def part_along(node: fx.Node, dim: int) -> tuple[int, int] | None:
+    """From where to where a slice reads or writes; None along another dim, or with gaps."""
+    step, size = named(node, "step") or 1, shape_of(node.args[0])[dim]
+    if named(node, "dim") % len(shape_of(node)) != dim or step != 1:
+        return None
+    first, _, count = slice_of(size, named(node, "start"), named(node, "end"))
+    return first, first + count
 
 
 def along(graph: fx.Graph, ys: fx.Node, dim: int, merged: bool, like: fx.Node) -> fx.Node:

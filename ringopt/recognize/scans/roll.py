@@ -33,7 +33,7 @@ from ringopt.recognize.scans.sources import Listed, Source, TensorParts, part_of
 @dataclass(frozen=True)
 class Rolled:
     """A loop as a recurrence. `carries` and `ys` are the places whose values its outputs are; a place is in both where
-    other steps than the last are read too."""
+    other steps than the last are read too. Below zero, a y is the inverse of a place: its value before the step."""
 
     loop: Loop
     recurrence: FoundRecurrence
@@ -97,7 +97,8 @@ class Builder:
             self.made[j] = self.place(j)
         ys = sorted({*ys, *(j for j in finals if j not in self.carries)})
         carries = sorted(self.carries)
-        self.graph.output((*(self.made[j] for j in carries), *(self.made[j] for j in ys)))
+        results = [self.carries[~j] if j < 0 else self.made[j] for j in ys]
+        self.graph.output((*(self.made[j] for j in carries), *results))
         self.order_inputs(carries)
         tidy(self.graph)
         init = [self.buffers.init.get(j) or self.loop.init[j] for j in carries]
@@ -114,7 +115,7 @@ class Builder:
             if j in self.buffers.of:
                 if read != [last]:
                     raise NotRolled("a tensor that a loop fills is read half full", self.loop.first[j])
-                ys.append(self.buffers.of[j].written)
+                ys.append(self.buffers.of[j].result)
             elif read == [last] and (j in self.loop.init or j in self.buffers.init):
                 finals.append(j)
             else:
@@ -135,6 +136,8 @@ class Builder:
         found, stack = set[int](), list(wanted)
         while stack:
             j = stack.pop()
+            if j < 0:
+                self.carry(j := ~j)
             if j in found or j in self.same:
                 continue
             found.add(j)

@@ -14,7 +14,7 @@ from tests.harness.recurrences import AFFINE, ROWS, WIDTH
 
 PASSES = [Normalize(), FindScan()]
 # Of these, elements are computed in other groups of a vector unit, which rounds exp and its kin otherwise.
-ROUNDED = {"GLA", "GLA, filled", "in place", "backwards", "begun by the first"}
+ROUNDED = {"GLA", "GLA, filled", "in place", "backwards", "begun by the first", "LRU"}
 
 
 def refusals(context):
@@ -166,8 +166,35 @@ def written_as_cast(x, f):
     return out
 
 
+def before_each(x, f, across=False):
+    """Each state is written as it was before the step, and the last one behind them, as xLSTM does."""
+    out, state = torch.zeros(2, (ROWS + 1) * WIDTH, dtype=x.dtype), torch.zeros_like(x[:, 0])
+    for t in range(ROWS):
+        out[:, t * WIDTH : (t + 1) * WIDTH] = state
+        state = state * f[:, t].sigmoid() + x[:, t]
+    out[:, -WIDTH:] = state
+    if across:
+        return out[:, 2:-2]
+    return out[:, :-WIDTH].unflatten(1, (ROWS, WIDTH)) * out[:, -WIDTH:].unsqueeze(1)
+
+
+def read_across(x, f):
+    """What is read of them begins and ends within a part."""
+    return before_each(x, f, across=True)
+
+
+def before_and_behind(x, f):
+    """A first state that is no zeros."""
+    before, behind, state = torch.zeros_like(x), torch.zeros_like(x), x[:, 3]
+    for t in range(ROWS):
+        before[:, t] = state
+        state = state * f[:, t].sigmoid() + x[:, t]
+        behind[:, t] = state
+    return before * 2 + behind
+
+
 LOOPS = (blocks, two_loops, windows, list_before, split, some_read, number_first, every_second, downwards, rows_behind,
-         parts_written, written_as_cast)  # fmt: skip
+         parts_written, written_as_cast, before_each, read_across, before_and_behind)  # fmt: skip
 
 
 @pytest.mark.sample(6)
@@ -236,6 +263,32 @@ def test_what_is_no_recurrence_is_left_without_a_word(program):
     before, _ = after([Normalize()], program, *inputs)
     gm, context = after(PASSES, program, *inputs)
     assert ops(gm) == ops(before) and not context.notes
+
+
+def test_a_state_that_is_read_where_it_was_written_before_the_step_stays():
+    def program(x, f):
+        out, state = torch.zeros_like(x), torch.zeros_like(x[:, 0])
+        for t in range(1, ROWS):
+            seen = out[:, t - 1] * 1.5
+            out[:, t] = state
+            state = state * f[:, t].sigmoid() + x[:, t] + seen
+        return out
+
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, ROWS, WIDTH, dtype=torch.float64) for _ in range(2)]
+    gm, context = after(PASSES, program, *inputs)
+    assert "scan" not in ops(gm) and refusals(context)
+    torch.testing.assert_close(gm(*gm.meta["inputs"])[0], program(*inputs))
+
+
+def test_parts_are_read_where_they_were_written():
+    """Of the tensor that holds the states nothing is left, in the layer that reads them and in the next."""
+
+    def program(x, f):
+        return before_each(before_each(x, f), f)
+
+    gm, _ = after(PASSES, program, *(torch.randn(2, ROWS, WIDTH, dtype=torch.float64) for _ in range(2)))
+    assert ops(gm).count("scan") == 2 and not {"slice_scatter", "select_scatter"} & set(ops(gm))
 
 
 def test_the_border_of_an_iteration_is_where_least_is_carried():
