@@ -1,4 +1,4 @@
-"""KnownSizes of a program as expressions in one form, by what its guards say of them.
+"""Sizes of a program as expressions in one form, by what its guards say of them.
 
 torch keeps a size as it was computed. That a length padded to whole chunks is a number of chunks, it does not see:
 
@@ -50,6 +50,7 @@ class KnownSizes:
         return self.made[size]
 
     def write(self, size: sympy.Basic) -> sympy.Basic:
+        """As `__call__`, anew."""
         if size in self.fixed or not size.args:
             return self.fixed.get(size, size)
         args = [self(each) for each in size.args]
@@ -92,12 +93,14 @@ class KnownSizes:
         value = (terms[0] - zero) / number
         if not isinstance(function, FloorDiv):
             return
+        part, symbol = value.as_coeff_Mul()
         if value.is_Integer:
             self.fix(function, value)
-        elif (value * abs(number)).is_Symbol:
-            self.multiples[value * abs(number), abs(number)] = function
+        elif symbol.is_Symbol and part > 0 and (1 / part).is_Integer:
+            self.multiples[symbol, 1 / part] = function
 
     def fix(self, function: sympy.Basic, number: sympy.Basic) -> None:
+        """Notes that a function is this number, and between which lengths a floor is."""
         if function in self.fixed:
             return
         self.fixed[function] = number

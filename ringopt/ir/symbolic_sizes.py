@@ -148,7 +148,7 @@ def elements(sizes: Sequence[Any]) -> int:
 
 
 def least_and_most(size: Any) -> tuple[int, int]:
-    """The least and the most that the size may be; the most is LONGEST at least where it has no known limit."""
+    """The least and the most that the size may be: LONGEST or more where no limit is known."""
     if not isinstance(size, OPEN):
         return int(size), int(size)
     return KnownSizes.of(size.node.shape_env).bounds(size.node.expr)

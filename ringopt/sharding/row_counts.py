@@ -46,6 +46,7 @@ class RowCounts:
         return self.asked[key]
 
     def ask(self, length: int, layout: str) -> fx.Node:
+        """A node that gives it when the program runs."""
         key = (formula(length), layout)
         if key not in self.asked:
             if not self.ranks.asks and not length >= self.ranks.least(length):

@@ -94,6 +94,18 @@ def test_a_length_that_a_number_divides() -> None:
     at_length(40, look)
 
 
+def test_a_length_of_as_many_rows_as_its_parts_have() -> None:
+    """As torch compares the elements of a view: blocks of four rows of 16 numbers."""
+
+    def look(n: Any) -> None:
+        blocks = n // 4
+        assert n // blocks == 4 and not same(4 * blocks, n)
+        assert 16 * n == 16 * blocks * (n // blocks)
+        assert same(4 * blocks, n) and divides(4, n)
+
+    at_length(40, look)
+
+
 def test_a_length_that_needs_no_padding() -> None:
     """By a guard that the padding is none."""
 
