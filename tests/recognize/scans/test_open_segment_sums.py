@@ -57,6 +57,13 @@ def test_more_rows_than_were_looked_at_are_another_graph():
     assert len(reports) == 2 and all([site.strategy for site in each.sites] == ["states"] for each in reports)
 
 
+def test_one_process_has_no_guard_and_keeps_its_sums():
+    """And all else that it gains."""
+    calls = [given(rows) for rows in (40, 53)]
+    (report,) = run_over(Layer(by_sum, masked_first).double(), calls, 1, dynamic=True).reports
+    assert not report.sites and "gains nothing" not in str(report.notes)
+
+
 def of_sums(total):
     return (total[..., :, None] - total[..., None, :]).masked_fill(~lower(total.shape[-1]), -torch.inf).exp()
 
