@@ -77,7 +77,8 @@ class FindScan(Rewrite["Loop | fx.Node", Found]):
             return of_operator(subject)
         if not subject.users:
             return None
-        found = segment_sum(subject, facts.constants) or parallel_scan(subject, facts.constants)
+        guards = facts.context.mesh.size > 1  # one process leaves all sizes open
+        found = segment_sum(subject, facts.constants, guards) or parallel_scan(subject, facts.constants)
         return of_tree(found) if found is not None else None
 
     def check(self, found: Found, facts: Facts) -> Refusal | None:

@@ -29,7 +29,6 @@ from ringopt.scans.body import to_text
 from ringopt.scans.call import ScanCall
 from ringopt.scans.trace import Kinds, OperandKind
 from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
-from ringopt.torch_compat.symbolic_shapes import GuardAsked
 
 aten = torch.ops.aten
 
@@ -164,14 +163,16 @@ def body(before: bool) -> str:
     return to_text(fx.GraphModule(torch.nn.Module(), graph), 1, 2, 0)
 
 
-def segment_sum(node: fx.Node, constants: Constants) -> SegmentSum | None:
-    """The sum with decays that a product is."""
+def segment_sum(node: fx.Node, constants: Constants, guards: bool) -> SegmentSum | None:
+    """The sum with decays that a product is: of an open number of rows where there may be `guards`."""
     product = product_of(node)
     if product is None or len(product.contracted) != 1:
         return None
     for side in (0, 1):
         own, letters, matrix = product.own(side), product.letters[side], product.operands[side]
         if len(own) != 1 or None in product.out or not value_of(matrix).is_floating_point():
+            continue
+        if not guards and any(map(is_open, shape_of(matrix))):
             continue
         sizes = product.sizes()
         if not same(sizes[own[0]], sizes[product.contracted[0]]) or longest(sizes[own[0]]) < FEWEST:
@@ -222,7 +223,7 @@ def proved(
         with unset_fake_temporarily(), torch.no_grad():
             points = looked_at(matrix, source, along, constants)
             orders = [order for order in orders if all(agrees(found, c, z, x, along, order) for x, found in points)]
-        if points and orders and has_limit(rows):
+        if points and orders and (not is_open(rows) or rows <= most_rows(rows)):
             return along, orders[0]
     return None
 
@@ -243,14 +244,6 @@ def looked_at(matrix: fx.Node, source: fx.Node, along: int, constants: Constants
     except NotAlike:
         return []
     return [(x, found[0]) for x, found in made if found is not None]
-
-
-def has_limit(rows: int) -> bool:
-    """Whether there are no more rows than were looked at, by a guard; one process, which has none, keeps its sums."""
-    try:
-        return not is_open(rows) or bool(rows <= most_rows(rows))
-    except GuardAsked:
-        return False
 
 
 def most_rows(rows: int) -> int:
