@@ -64,7 +64,7 @@ class SegmentSum:
     def steps(self) -> int:
         """May be open."""
         rows: int = shape_of(self.source)[self.along]
-        return rows - (self.before is not None)
+        return rows - int(self.before is not None)
 
     @property
     def out(self) -> list[str]:
