@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, proxy
 
 import sympy
 
@@ -25,7 +25,7 @@ class KnownSizes:
     """Of one program: what its guards have fixed so far."""
 
     def __init__(self, env: ShapeEnv):
-        self.env = env
+        self.env = proxy(env)  # which is the key by which these are kept
         self.seen = 0
         # Functions that are a number; the floors of symbols that are multiples, by symbol and divisor; what a symbol,
         # or another base of a floor, may be.

@@ -118,6 +118,22 @@ def test_ranks_hold_whole_chunks_however_many_they_are(p: int, ranks: Callable[.
     assert max(map(max, ranks(p, distances, tmp_path / "chunks.pt2", wanted, DIM))) < 1e-12
 
 
+def test_few_rows_on_the_way_are_whole_on_any_number_of_ranks() -> None:
+    """Two windows are enough for two ranks, and not for three: one file serves both."""
+
+    class Reduced(Summed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.windows = nn.Conv1d(WIDTH, WIDTH, 8, stride=8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y + self.windows(y.mT).tanh().mean(-1)[:, None]  # type: ignore[no-any-return]
+
+    _, report = convert_program(export(Reduced().double(), (rows(16)["x"],)))
+    assert [gather.op for gather in report.gathers] == ["conv1d", "output"]
+
+
 def test_a_file_of_few_rows_asks_for_fewer_ranks(ranks: Callable[..., Any], tmp_path: Path) -> None:
     """When it runs: it is the same file for 2 ranks, of which each has a row."""
     program = export(Summed().double(), (rows(2)["x"],))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ringopt.expr.sizes import KnownSizes
 from ringopt.ir.symbolic_sizes import divides, formula, is_open, least_and_most, plain, same
+from ringopt.torch_compat.symbolic_shapes import ShapeEnv
 
 
 def at_length(length: int, look: Callable[[Any], Any]) -> Any:
@@ -73,6 +77,16 @@ def test_a_guard_on_the_number_of_chunks_fixes_the_padded_length_and_bounds_the_
         assert [least_and_most(size) for size in (n, n + 3, padded)] == [(193, 256), (196, 259), (256, 256)]
 
     at_length(200, look)
+
+
+def test_what_is_known_of_a_program_goes_with_it() -> None:
+    """A process may compile many. (torch's own caches keep the last of them.)"""
+    env, n = ShapeEnv(), sympy.Symbol("n", integer=True, positive=True)
+    assert KnownSizes.of(env)(n) == n
+    gone = weakref.ref(env)
+    del env
+    gc.collect()
+    assert gone() is None
 
 
 def test_what_one_guard_says_settles_another() -> None:

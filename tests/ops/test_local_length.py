@@ -25,6 +25,10 @@ def test_a_rank_that_would_have_none_is_an_error_on_all():
     with pytest.raises(PlanError, match="a zigzag sequence of 3 rows, and 2 ranks need 4"):
         rows(3, "zigzag", 2)
     assert rows(2, "contiguous", 2) == [1, 1]
+    with pytest.raises(PlanError, match="a contiguous:64x3 sequence of 3 units of 64 rows, and 4 ranks need 4"):
+        rows(190, "contiguous:64x3", 4)
+    with pytest.raises(PlanError, match=r"a zigzag:64\+3 sequence of 3 units of 64 rows, and 2 ranks need 4"):
+        rows(195, "zigzag:64+3", 2)
 
 
 def test_no_rows_at_all_are_an_error_on_one_rank_too():

@@ -176,7 +176,7 @@ class Spelling:
 
     def parts(self, length: int) -> int:
         """Between how many rows, or units of several, a sequence is cut; the length may be symbolic."""
-        return self.units or (length if self.rows == 1 else -(-(length - self.more) // self.rows))
+        return self.units or -(-(length - self.more) // self.rows)
 
 
 @lru_cache(maxsize=4096)
