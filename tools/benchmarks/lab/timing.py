@@ -1,7 +1,8 @@
-"""Calls timed by turns, so that what else the machine does falls on all of them alike."""
+"""Time that other work of the machine changes little: calls by turns, and seconds of the processor."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -17,3 +18,8 @@ def interleaved(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[
             runs[name]()
             seconds[name].append(time.perf_counter() - begin)
     return {name: statistics.median(found) for name, found in seconds.items()}
+
+
+def processor_seconds() -> float:
+    """What this process has used so far, and processes that it waited for (compilers)."""
+    return sum(os.times()[:4])

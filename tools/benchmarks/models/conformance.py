@@ -12,7 +12,6 @@ import math
 import multiprocessing
 import os
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,11 +34,13 @@ from ringopt.frontend.higher_order.associative_scan import keeps_associative_sca
 from ringopt.report import Report
 from ringopt.tools.benchmarks.lab.result import Row
 from ringopt.tools.benchmarks.lab.tensor_bytes import peak_bytes
+from ringopt.tools.benchmarks.lab.timing import processor_seconds
 from ringopt.tools.benchmarks.models.judged import NOTHING, died, no_answer
 from ringopt.tools.benchmarks.models.tiny_diffusers import build_denoiser
 from ringopt.tools.benchmarks.models.tiny_transformers import build_auto, build_tiny, reference_of
 from ringopt.tools.benchmarks.models.widened import Widened, widen
 from ringopt.torch_compat import dynamo
+from ringopt.torch_compat import inductor as of_inductor
 from ringopt.torch_compat.pytree import tree_leaves
 
 EXACT = 1e-8  # float64, relative to the largest entry of each tensor
@@ -94,7 +95,8 @@ def judge(answers: Any, kind: str, ranks: int, seconds: float, inner: str) -> No
     with tempfile.TemporaryDirectory() as folder:
         exact = min(max(EXACT, TIMES * _distance(shaken, expected)), INEXACT)
         trial = Trial(model, calls, found, exact, held, ranks, f"file://{folder}/store", seconds, inner)
-        answers.send({**NOTHING, **_on_ranks(trial), **facts})
+        by_inductor = {"by_inductor": _by_inductor(alike[1], inputs)} if inner == "inductor" else {}
+        answers.send({**NOTHING, **_on_ranks(trial), **facts, **by_inductor})
 
 
 def shake(model: nn.Module) -> None:
@@ -136,6 +138,30 @@ def _alike(model: nn.Module, library: str) -> nn.Module:
     return copy.deepcopy(model) if library == "diffusers" else reference_of(model)
 
 
+def _by_inductor(model: nn.Module, inputs: dict[str, Any]) -> float | None:
+    """Seconds until Inductor has compiled the unchanged program for one process. In a process of its own, for the
+    threads that it starts outlive no fork; None where it fails."""
+    way = multiprocessing.get_context("fork")
+    here, there = way.Pipe(duplex=False)
+
+    def compiling() -> None:
+        with of_inductor.fresh_cache(), of_inductor.patched(compile_threads=1):
+            begin = processor_seconds()
+            _numbers(torch.compile(model), inputs)
+            there.send(processor_seconds() - begin)
+
+    process = way.Process(target=compiling)
+    process.start()
+    there.close()
+    try:
+        seconds: float = here.recv()
+    except EOFError:
+        return None
+    finally:
+        process.join()
+    return seconds
+
+
 def _on_ranks(trial: Trial) -> Row:
     """What the ranks found: of rank 0, with the largest error of all; the first failure where one fails."""
     way = multiprocessing.get_context("fork")
@@ -161,12 +187,13 @@ def _a_rank(rank: int, answers: Any, trial: Trial) -> None:
     limit = timedelta(seconds=trial.seconds)
     try:
         dist.init_process_group("gloo", init_method=trial.meet, rank=rank, world_size=trial.ranks, timeout=limit)
-        begin = time.monotonic()
+        begin = processor_seconds()
         # Of many layers, where Dynamo breaks in each; torch's flash kernel is wrong for rows that a finite mask hides.
-        with dynamo.patched(recompile_limit=64), sdpa_kernel(SDPBackend.MATH):
+        alone = of_inductor.fresh_cache(), of_inductor.patched(compile_threads=1)
+        with alone[0], alone[1], dynamo.patched(recompile_limit=64), sdpa_kernel(SDPBackend.MATH):
             compiled = torch.compile(trial.model, backend=_widened_ring(trial.inner))
             found = _numbers(compiled, trial.calls[0])
-            took = time.monotonic() - begin
+            took = processor_seconds() - begin
             graphs = ringopt.backend.reports()
             errors = [_distance(found, trial.expected[0])]
             figures = _figures(Report.merged(graphs, trial.ranks), trial.calls[0])

@@ -18,7 +18,7 @@ from ringopt.tools.benchmarks.lab.result import Row
 # What is said of a type of models, whatever becomes of it.
 NOTHING: Row = {
     "verdict": "", "error": None, "share": None, "later": None, "bytes": None, "by_sites": None, "memory": None,
-    "compile": None, "sites": 0, "sharded": 0, "graphs": 0, "reason": "", "hf": None, "layers": "",
+    "compile": None, "by_inductor": None, "sites": 0, "sharded": 0, "graphs": 0, "reason": "", "hf": None, "layers": "",
 }  # fmt: skip
 
 

@@ -197,6 +197,7 @@ COLUMNS = (
     Column("by\nattentions", lambda row: "" if row["by_sites"] is None else f"{row['by_sites']:,.0f}"),
     Column("memory", lambda row: "" if row.get("memory") is None else f"{row['memory']:.0%}"),
     Column("compile,\ns", lambda row: "" if row["compile"] is None else f"{row['compile']:.0f}"),
+    Column("Inductor,\ns", lambda row: "" if row.get("by_inductor") is None else f"{row['by_inductor']:.0f}"),
     Column("the library", _rule, right=False),
     Column("first reason", lambda row: row["reason"], right=False),
 )
@@ -209,6 +210,8 @@ NOTES = (
     "plans name; the rest is what gathers and halos send.",
     "memory: the most bytes of tensors that a step takes on a rank beside the weights and their gradients, of what it "
     "takes on one process, as it is.",
+    "compile: seconds of the processor that a rank takes for a first step, loss and backward, all caches empty and one "
+    "thread; Inductor: the same of the unchanged program on one process (with --inner-backend inductor).",
     "the library: whether its own context parallelism takes the model: `supports_context_parallel` of transformers, a "
     "`_cp_plan` of diffusers.",
     "first reason: why the first of what is refused or gathered is, with its line.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from ringopt.drivers.compile import transform
 from ringopt.options import Options
 from ringopt.tools.benchmarks.lab.numbers import distance, numbers
 from ringopt.tools.benchmarks.lab.result import Row
+from ringopt.tools.benchmarks.lab.timing import processor_seconds
 from ringopt.tools.benchmarks.models.decoder import WORDS, Decoder
 from ringopt.torch_compat import inductor as of_inductor
 
@@ -73,18 +73,13 @@ def compiling(layers: int) -> float:
     (model, ids), begun = made(layers), []
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        begun.append(spent())
+        begun.append(processor_seconds())
         return of_inductor.compile_fx(gm, inputs)
 
     torch.compiler.reset()
     with of_inductor.fresh_cache(), of_inductor.patched(compile_threads=1):
         run = torch.compile(model, backend=backend, fullgraph=True)
         step(run, model, ids)
-        first = spent()
+        first = processor_seconds()
         step(run, model, ids)
-    return (first - begun[0]) - (spent() - first)
-
-
-def spent() -> float:
-    """Seconds of this process and of those that it waited for."""
-    return sum(os.times()[:4])
+    return (first - begun[0]) - (processor_seconds() - first)
