@@ -40,7 +40,7 @@ from ringopt.ir.notes import PLACEMENT, WHOLE
 from ringopt.ir.printer import short
 from ringopt.ir.refusal import GraphRefused, Refusal
 from ringopt.ir.site import SiteInfo
-from ringopt.ir.symbolic_sizes import formula, into_assertions
+from ringopt.ir.symbolic_sizes import Linear, formula, into_assertions
 from ringopt.ops import operators
 from ringopt.options import Options
 from ringopt.output.printable import logger
@@ -161,12 +161,14 @@ def check_convertible(program: ExportedProgram) -> None:
         if ours and op_name(node) != "attention":  # which a module of ringopt.nn calls
             raise ProgramError(f"the program is converted already: {node.name} is {node.target}")
     inputs = program.graph.find_nodes(op="placeholder")
-    plain = {formula(size) for node in inputs for size in sizes_of(node.meta.get("val"))}
-    missing = [str(symbol) for symbol in program.range_constraints if symbol not in plain]
+    read = [Linear.of(formula(size)) for node in inputs for size in sizes_of(node.meta.get("val"))]
+    known = {size.count for size in read if size is not None}
+    symbols = {symbol for size in program.range_constraints for symbol in size.free_symbols}
+    missing = sorted(str(symbol) for symbol in symbols - known)
     if missing:
         raise ProgramError(
-            f"no input has the size {', '.join(missing)}, from which others are derived, or which data makes; export "
-            "the program with plain Dims"
+            f"no size of an input tells {', '.join(missing)}: data make it, or it is there in products and rounded "
+            "quotients only; export the program with plain Dims"
         )
 
 

@@ -221,8 +221,7 @@ def flatten(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, 
 
 def begun(gm: fx.GraphModule, book: Book, *args: Any) -> Any:
     """Runs `gm` on inputs that a tracer knows."""
-    for symbol, (place, dim) in SymbolPlaces.of(args).places.items():
-        book.symbols[symbol] = args[place] if dim is None else args[place].shape[dim]
+    book.symbols.update(SymbolPlaces.of(args).values(args))
     return Flatten(gm, book).run(*args)
 
 

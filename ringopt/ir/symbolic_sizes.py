@@ -23,6 +23,7 @@ from ringopt.expr.sizes import KnownSizes
 from ringopt.torch_compat.fake_tensors import detect_fake_mode
 from ringopt.torch_compat.operators import ASSERT_SCALAR
 from ringopt.torch_compat.symbolic_shapes import (
+    FloorDiv,
     SymNode,
     compute_unbacked_bindings,
     computed,
@@ -58,30 +59,73 @@ def formula(size: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class SymbolPlaces:
-    """Where a call of a graph has its open sizes: by symbol the input, and its dim or None if it is the size itself."""
+class Linear:
+    """A size that is step * count + offset, as of a Dim derived from another: it tells the count, which is a symbol or
+    the floor of a quotient."""
 
-    places: Mapping[sympy.Symbol, tuple[int, int | None]] = field(default_factory=dict)
+    count: sympy.Basic
+    step: int
+    offset: int
+
+    @classmethod
+    def of(cls, size: Any) -> Linear | None:
+        """Of a `formula`; None of a number, and of any other expression."""
+        if not isinstance(size, sympy.Basic):
+            return None
+        offset, rest = sympy.expand(size).as_coeff_Add()
+        step, count = rest.as_coeff_Mul()
+        known = (count.is_Symbol or isinstance(count, FloorDiv)) and step.is_Integer and offset.is_Integer and step > 0
+        return cls(count, int(step), int(offset)) if known else None
+
+    @staticmethod
+    def counts(sizes: Iterable[Any]) -> dict[Any, int]:
+        """What the sizes at hand tell: of each `formula` of an open one, and of its count."""
+        found: dict[Any, int] = {}
+        for size in filter(is_open, sizes):
+            found[formula(size)] = at_hand(size)
+            if (linear := Linear.of(formula(size))) is not None:
+                found[linear.count] = linear.solved(at_hand(size))
+        return found
+
+    def solved(self, size: Any) -> Any:
+        """The count where this is `size`, an int or a Proxy."""
+        less = size - self.offset if self.offset else size
+        return less // self.step if self.step > 1 else less
+
+
+@dataclass(frozen=True)
+class SymbolPlaces:
+    """Where a call of a graph has its open sizes: by symbol the input, its dim or None if it is the size itself, and
+    what that is of the symbol."""
+
+    places: Mapping[sympy.Symbol, tuple[int, int | None, Linear]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> SymbolPlaces:
         """Of the inputs that a graph was made for, tensors and sizes."""
-        found: dict[sympy.Symbol, tuple[int, int | None]] = {}
+        found: dict[sympy.Symbol, tuple[int, int | None, Linear]] = {}
         for place, value in enumerate(values):
             sizes = [(None, value)] if isinstance(value, torch.SymInt) else [*enumerate(getattr(value, "shape", ()))]
             for dim, size in sizes:
-                if is_open(size) and size.node.expr.is_Symbol:
-                    found.setdefault(size.node.expr, (place, dim))
+                linear = Linear.of(size.node.expr) if is_open(size) else None
+                if linear is not None and isinstance(linear.count, sympy.Symbol):
+                    found.setdefault(linear.count, (place, dim, linear))
         return cls(found)
 
     def cover(self, size: Any) -> bool:
         """Whether a call has all symbols of a `formula`."""
         return getattr(size, "free_symbols", set()) <= self.places.keys()
 
+    def values(self, inputs: Sequence[Any]) -> dict[sympy.Symbol, Any]:
+        """Of the symbols in the call of these inputs."""
+        return {
+            symbol: linear.solved(inputs[place] if dim is None else inputs[place].shape[dim])
+            for symbol, (place, dim, linear) in self.places.items()
+        }
+
     def reader(self, inputs: Sequence[Any]) -> Callable[[Any], int]:
         """What a `formula` is in the call of these inputs."""
-        pairs = ((symbol, inputs[place], dim) for symbol, (place, dim) in self.places.items())
-        known = {symbol: sympy.Integer(x if dim is None else x.shape[dim]) for symbol, x, dim in pairs}
+        known = {symbol: sympy.Integer(value) for symbol, value in self.values(inputs).items()}
         return lambda size: size if isinstance(size, int) else int(size.xreplace(known))
 
 
@@ -227,7 +271,8 @@ class Written:
     def of(self, formula: sympy.Basic) -> Any:
         if formula not in self.made:
             for symbol in sorted(formula.free_symbols - self.symbols.keys(), key=str):
-                self.symbols[symbol] = fx.Proxy(source_of(symbol, self.graph, self.inputs), self.tracer)
+                size, linear = source_of(symbol, self.graph, self.inputs)
+                self.symbols[symbol] = linear.solved(fx.Proxy(size, self.tracer))
             found = computed(formula, self.symbols)
             self.made[formula] = found.node if isinstance(found, fx.Proxy) else found
         return self.made[formula]
@@ -238,15 +283,14 @@ class Written:
                 node.meta["val"] = node.target(*fx.map_arg(node.args, lambda arg: arg.meta["val"]))
 
 
-def source_of(symbol: sympy.Symbol, graph: fx.Graph, inputs: Iterable[fx.Node]) -> fx.Node:
-    """The scalar input that is `symbol`, or a node that reads the size of an input. AssertionError without either."""
+def source_of(symbol: sympy.Symbol, graph: fx.Graph, inputs: Iterable[fx.Node]) -> tuple[fx.Node, Linear]:
+    """A scalar input, or a node that reads the size of one, and how it tells `symbol`. AssertionError without any."""
     for node in inputs:
         value = node.meta.get("val")
-        if formula(value) == symbol:
-            return node
-        for dim, size in enumerate(getattr(value, "shape", ())):
-            if formula(size) == symbol:
-                return graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+        for dim, size in [(None, value), *enumerate(getattr(value, "shape", ()))]:
+            linear = Linear.of(formula(size))
+            if linear is not None and linear.count == symbol:
+                return node if dim is None else graph.call_function(torch.ops.aten.sym_size.int, (node, dim)), linear
     raise AssertionError(f"no input has the size {symbol}")
 
 

@@ -21,7 +21,7 @@ from ringopt.distributed.mesh import Mesh, PretendedMesh
 from ringopt.ir.nodes import arguments_of, is_tensor, module_path, op_name, outputs_of, source_line, value_of
 from ringopt.ir.notes import OF_PROGRAM, PARAMETER, PLACEMENT
 from ringopt.ir.refusal import Refusal
-from ringopt.ir.symbolic_sizes import at_hand, formula
+from ringopt.ir.symbolic_sizes import Linear, at_hand, formula
 from ringopt.ops import operators
 from ringopt.ops.sized_call import Open, SizedCall
 from ringopt.ops.traffic import ring_plan
@@ -172,8 +172,7 @@ class Figures:
         self.known: dict[Any, int] = {}
         for node in graph.find_nodes(op="placeholder"):
             value = value_of(node)
-            for size in [value] if isinstance(value, torch.SymInt) else getattr(value, "shape", ()):
-                self.known[formula(size)] = at_hand(size)
+            self.known |= Linear.counts([value] if isinstance(value, torch.SymInt) else getattr(value, "shape", ()))
         for node in graph.find_nodes(op="call_function", target=operators.rows_here.default):
             call = OpCall.of(node)
             plan = layout_of(call["layout"], self(call["length"]), mesh.size)

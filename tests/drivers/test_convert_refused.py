@@ -45,9 +45,19 @@ def test_an_open_size_that_is_fixed_is_refused() -> None:
     program = export(Flattened(), (rows(),), dynamic_shapes=({1: Dim("n", min=4, max=64)},))
     with pytest.raises(ProgramError, match=r"an open size is fixed where a mask .* \(s\d+ is 16\); export the program"):
         ringopt.convert(program)
-    derived = export(Mixer(), (rows(),), dynamic_shapes=({1: 4 * Dim("quarter", min=2, max=16)},))
-    with pytest.raises(ProgramError, match=r"no input has the size .*with plain Dims"):
-        ringopt.convert(derived)
+
+
+class Counted(Mixer):
+    """Some of its rows are picked by what is in them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out + (x[..., 0] > 0).nonzero().sum()
+
+
+def test_a_size_that_data_make_is_refused() -> None:
+    with pytest.raises(ProgramError, match=r"no size of an input tells u0: data make it, .*with plain Dims"):
+        ringopt.convert(export(Counted(), (rows(),)))
 
 
 def test_options_of_one_run_and_unknown_ones_are_refused() -> None:

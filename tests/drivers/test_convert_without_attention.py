@@ -14,7 +14,7 @@ from torch.export import Dim, export
 
 import ringopt
 from ringopt.drivers.convert import convert_program
-from ringopt.tools.benchmarks.models.recurrent_layers import DIM, GatedDeltaNet
+from ringopt.tools.benchmarks.models.recurrent_layers import CHUNK, DIM, GatedDeltaNet, Mamba2
 from tests.harness.models import difference, run
 from tests.harness.pool import RankError
 
@@ -115,6 +115,20 @@ def test_ranks_hold_whole_chunks_however_many_they_are(p: int, ranks: Callable[.
     torch.export.save(converted, tmp_path / "chunks.pt2")
     whole = program.module()
     wanted = {250: run(lambda x: whole(x), whole, rows(250, DIM))}
+    assert max(map(max, ranks(p, distances, tmp_path / "chunks.pt2", wanted, DIM))) < 1e-12
+
+
+@pytest.mark.parametrize("p", [2, pytest.param(3, marks=pytest.mark.zoo)])
+def test_whole_chunks_by_a_dim_derived_from_another(p: int, ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """The input has 64 * c tokens, and the file reads c from them."""
+    dim = CHUNK * Dim("c", min=6, max=99)
+    program = export(Mamba2(1).double(), (rows(8 * CHUNK, DIM)["x"],), dynamic_shapes=({1: dim},))
+    converted, report = convert_program(program)
+    assert [site.strategy for site in report.sites] == ["states"] and report.sharded_fraction == 1.0
+    assert [gather.op for gather in report.gathers] == ["output"]
+    torch.export.save(converted, tmp_path / "chunks.pt2")
+    whole = program.module()
+    wanted = {length: run(lambda x: whole(x), whole, rows(length, DIM)) for length in (8 * CHUNK, 13 * CHUNK)}
     assert max(map(max, ranks(p, distances, tmp_path / "chunks.pt2", wanted, DIM))) < 1e-12
 
 

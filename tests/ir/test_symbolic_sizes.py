@@ -8,7 +8,7 @@ import torch.fx as fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ringopt.ir.symbolic_sizes import divides, elements, into_arguments, into_nodes, slice_of
+from ringopt.ir.symbolic_sizes import Linear, divides, elements, formula, into_arguments, into_nodes, slice_of
 
 
 def test_an_input_that_is_read_before_the_next_one():
@@ -38,6 +38,19 @@ def test_the_larger_of_the_sizes_of_two_inputs():
     into_nodes(gm.graph)
     gm.recompile()
     assert [len(gm(torch.ones(n), torch.ones(m))) for n, m in ((2, 4), (7, 4))] == [4, 7]
+
+
+def test_a_size_that_tells_its_symbol():
+    """As `4 * Dim("quarter")` and `Dim("n") + 1` do."""
+    env = ShapeEnv()
+    n, m = (env.create_unbacked_symint() for _ in range(2))
+    told = {name: Linear.of(formula(size)) for name, size in {
+        "n": n, "4 n": 4 * n, "3 n + 2": 3 * n + 2, "7 (n // 5)": 7 * (n // 5),
+        "n m": n * m, "n + m": n + m, "2 - n": 2 - n, "n n": n * n, "9": 9,
+    }.items()}  # fmt: skip
+    assert {name: (each.step, each.offset, each.solved(23)) for name, each in told.items() if each is not None} == {
+        "n": (1, 0, 23), "4 n": (4, 0, 5), "3 n + 2": (3, 2, 7), "7 (n // 5)": (7, 0, 3)
+    }  # fmt: skip
 
 
 def test_what_divides_for_every_length():

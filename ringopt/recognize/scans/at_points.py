@@ -24,8 +24,7 @@ from torch.fx.node import map_aggregate
 from ringopt.dims.op_families import CASTS, COPIES, PADS, PERMUTATIONS, SLICES
 from ringopt.ir.constants import Constants
 from ringopt.ir.nodes import arguments_of, named, op_name, shape_of
-from ringopt.ir.symbolic_sizes import at_hand, elements, formula, is_open, longest, same
-from ringopt.torch_compat.symbolic_shapes import FloorDiv
+from ringopt.ir.symbolic_sizes import Linear, elements, formula, is_open, longest, same
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -102,19 +101,17 @@ class AtFew:
     @classmethod
     def of(cls, x: fx.Node, dim: int, most: int = 0) -> AtFew:
         """For values made of `x`, which has rows along `dim`: `most` of them where their number is open, or all that
-        there can be. Raises NotAlike where that has no limit, or is not a number more or less than a symbol or a floor,
-        and where data decide a size."""
+        there can be. Raises NotAlike where that has no limit, or is not `Linear`, and where data decide a size."""
         if not elements(shape_of(x)):
             raise NotAlike
-        lengths = {formula(size): sympy.Integer(at_hand(size)) for size in shape_of(x) if is_open(size)}
+        lengths = {size: sympy.Integer(number) for size, number in Linear.counts(shape_of(x)).items()}
         if not is_open(rows := shape_of(x)[dim]):
             return cls(lengths)
         most = most or longest(rows)
-        more, count = formula(rows).as_coeff_Add()
-        if most > MOST_ROWS or not (count.is_Symbol or isinstance(count, FloorDiv)):
+        if most > MOST_ROWS or (counted := Linear.of(formula(rows))) is None:
             raise NotAlike
-        others = {size: number for size, number in lengths.items() if not size.has(count)}
-        return cls(others | {count: sympy.Integer(most) - more}, count)
+        others = {size: number for size, number in lengths.items() if not size.has(counted.count)}
+        return cls(others | {counted.count: sympy.Integer(counted.solved(most + counted.step - 1))}, counted.count)
 
     def size(self, size: Any) -> Any:
         """The number of an open size; anything else as it is."""
