@@ -23,7 +23,7 @@ PLAIN = (
     bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 
-# Sizes, strides, offset, dtype, device, requires_grad: all of a tensor but its storage.
+# Sizes, strides, offset, dtype, device: all of a tensor but its storage.
 Kind = tuple[Any, ...]
 # A result: its kind; the index of the operand whose storage it shares, or None; whether it is that operand itself.
 Result = tuple[Kind, int | None, bool]
@@ -65,6 +65,7 @@ class Answers:
             if len(known) >= MOST:
                 known.clear()
             known[key] = several, found
+            return _made(*known[key], operands)  # as in the next call: torch's own may say that it has a gradient
         return value
 
 
@@ -88,7 +89,7 @@ def kind_of(x: Any) -> Kind | None:
     sizes = (*x.shape, *x.stride(), x.storage_offset())
     if any(isinstance(size, torch.SymInt) for size in sizes):
         return None
-    return tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad
+    return tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.device
 
 
 def result_of(x: Any, operands: list[FakeTensor], memory: list[int]) -> Result | None:
@@ -120,10 +121,10 @@ def _made(several: type | None, results: list[Result], operands: list[FakeTensor
 def _tensor(kind: Kind, memory: int | None, itself: bool, operands: list[FakeTensor]) -> FakeTensor:
     if memory is not None and itself:
         return operands[memory]
-    size, stride, offset, dtype, device, requires_grad = kind
+    size, stride, offset, dtype, device = kind
     if memory is None:
         raw = torch.empty_strided(size, stride, dtype=dtype, device="meta")
     else:
         raw = torch.empty(0, dtype=dtype, device="meta")
         raw.set_(operands[memory].untyped_storage(), offset, size, stride)
-    return FakeTensor(operands[0].fake_mode, raw.requires_grad_(requires_grad), device)
+    return FakeTensor(operands[0].fake_mode, raw, device)

@@ -71,7 +71,12 @@ class Recurrence:
         """`step(*states, *xs, *consts, *behind)` of some steps, stacked; `states` and `behind` have these alone."""
         rows, more = [*states, *(x[some] for x in self.xs)], [x for each in behind for x in each]
         front, last = kinds_of((), rows, self.consts), kinds_of((), more, ())
-        return list(many_steps(step, some.stop - some.start, front, last, len(rows))(*rows, *self.consts, *more))
+        together = many_steps(step, some.stop - some.start, front, last, len(rows))
+        if together is not None:
+            return list(together(*rows, *self.consts, *more))
+        places = range(some.stop - some.start)
+        each = (step(*(x[place] for x in rows), *self.consts, *(x[place] for x in more)) for place in places)
+        return [torch.stack(found) for found in zip(*each, strict=True)]
 
     # ---- forward -----------------------------------------------------------------------------------------------------
     def run(self, init: Tensors) -> tuple[list[Tensor], list[Tensor]]:

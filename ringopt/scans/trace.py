@@ -18,14 +18,17 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from ringopt.errors import first_line
 from ringopt.ir.nodes import outputs_of
 from ringopt.ir.symbolic_sizes import at_hand
+from ringopt.output.printable import logger
 from ringopt.scans.body import Body, NoBody, from_text
 from ringopt.torch_compat.fake_tensors import FakeTensorMode, threads_may_fake
 from ringopt.torch_compat.fx import make_fx
 from ringopt.torch_compat.operators import UNSAFE_VIEW
 from ringopt.torch_compat.schema import OpOverload, schema_of
 
+log = logger(__name__)
 aten = torch.ops.aten
 VIEWS = (aten.detach.default, aten.expand.default, aten.view.default, aten.reshape.default, UNSAFE_VIEW)
 T = TypeVar("T")
@@ -151,9 +154,10 @@ def gradient_of(text: str, kinds: Kinds, wanted: tuple[int, ...], given: tuple[i
 
 
 @lru_cache(maxsize=1024)
-def many_steps(step: fx.GraphModule, count: int, front: Kinds, behind: Kinds, rows: int) -> fx.GraphModule:
+def many_steps(step: fx.GraphModule, count: int, front: Kinds, behind: Kinds, rows: int) -> fx.GraphModule | None:
     """`step(*rows, *consts, *behind)` of `count` steps at once: all but the consts are stacked. `front` are the kinds
-    of rows and consts, of a step. A graph, for modes that look at what is computed do not take vmap's tensors."""
+    of rows and consts, of a step. A graph, for modes that look at what is computed do not take vmap's tensors. None
+    where vmap does not take an operator of the step (a flip of a number)."""
     dims = (*(0 if place < rows else None for place in range(len(front))), *(0 for _ in behind))
 
     def traced() -> fx.GraphModule:
@@ -164,7 +168,11 @@ def many_steps(step: fx.GraphModule, count: int, front: Kinds, behind: Kinds, ro
             ]
             return make_fx(torch.func.vmap(step, dims), tracing_mode="real")(*operands)
 
-    module = in_own_thread(traced)
+    try:
+        module = in_own_thread(traced)
+    except Exception as error:  # whatever an operator raises there: the step itself has run
+        log.info("steps one after the other: %s", first_line(error))
+        return None
     without_idle_views(module.graph)
     module.recompile()
     return module

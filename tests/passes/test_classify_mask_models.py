@@ -62,7 +62,7 @@ MODELS = {
     "llama": (llama, {}, ["causal"]),
     "llama, right padding": (llama, {"attention_mask": RIGHT}, ["causal & padding(attention_mask)"]),
     "llama, left padding": (llama, {"attention_mask": LEFT}, ["causal & padding(attention_mask)"]),
-    "llama, packed": (llama, {"position_ids": POSITIONS}, ["documents(position_ids) & order(position_ids)"]),
+    "llama, packed": (llama, {"position_ids": POSITIONS}, ["order(position_ids) & documents(position_ids)"]),
     "llama, a mask of its own": (llama, {"attention_mask": WHOLE}, ["stored"]),
     "mistral": (mistral, {}, ["window(6)"]),
     "mistral, padding": (mistral, {"attention_mask": LEFT}, ["window(6) & padding(attention_mask)"]),

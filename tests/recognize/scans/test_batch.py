@@ -17,9 +17,9 @@ from tests.harness.capturing import after, ops, results
 
 # A row of a step -> what is added to its state.
 NUMBERS = {
+    "flip": lambda r: r.cos().flip(0),  # which torch.vmap takes of no number
     "softmax": lambda r: r.sin().softmax(-1),
     "cumsum": lambda r: r.sin().cumsum(0),
-    "flip": lambda r: r.cos().flip(0),
     "sum of no dims": lambda r: torch.sum(r.sin(), []) * r,
     "in a new dim": lambda r: r.sin()[None].expand(3).sum(0),
     "wider than the state": lambda r: (r.sin().double() * torch.ones(1, dtype=torch.float32))[0].to(r.dtype),
