@@ -142,7 +142,8 @@ def kept(arguments: argparse.Namespace, made: dict[str, Any]) -> tuple[str, Repo
         raise CommandError(f"{target} was converted by ringopt {by}, and this is {ringopt.__version__}; use that one")
     with blamed(target, "explained"):
         report = ringopt.Report.from_dict(made["report"])
-        report.text(verbose=True)
+        for verbose in (False, True):  # whatever is printed of it can be
+            report.text(verbose=verbose)
     if arguments.options or arguments.hardware or arguments.world_size not in (None, report.world_size):
         raise CommandError(
             f"{target} was converted already and holds the report for {report.world_size} ranks; leave out "

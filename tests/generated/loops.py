@@ -28,7 +28,8 @@ AFFINE = (
     "S = S.clone(); S[:, 0] = u[:, 0]", "S, T = T, S * 0.8 + u", "T = torch.maximum(T, u); S = S * 0.9 + u * T",
     "S = S + u; S = S * 0.5", "S = torch.stack([S, u]).mean(0)", "S = S.double() + u * 0.2",
     "S = S.unflatten(-1, (2, 4)).flip(1).flatten(1) + u * 0.1", "S = S[:, [1, 0, 3, 2, 5, 4, 7, 6]] * 0.7 + u",
-    "S = S - (S * u).sum(-1, keepdim=True) * u * 0.1",
+    "S = S - (S * u).sum(-1, keepdim=True) * u * 0.1", "S = S * 0.9 + T * u; T = u.cos()",
+    "for j in range(2): S = S * 0.8 + u * x[:, (i + j) % n]",
 )  # fmt: skip
 NOT_AFFINE = (
     "S = (S + u).tanh()", "S = S * S * 0.1 + u", "S = S * S.mean(-1, keepdim=True).sigmoid() + u",

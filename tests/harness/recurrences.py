@@ -115,6 +115,17 @@ def lru(x: Tensor, rate: Tensor, angle: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return torch.stack(out, 1)
 
 
+def trapezoids(x: Tensor, b: Tensor, c: Tensor, f: Tensor) -> Tensor:
+    """What a token adds is half added by the next one (Mamba-3): it is handed on, and made anew in every step."""
+    state, before, out = x.new_zeros(BATCH, WIDTH, WIDTH), x.new_zeros(BATCH, WIDTH, WIDTH), []
+    for t in range(x.shape[1]):
+        now = x[:, t].unsqueeze(-1) * b[:, t].unsqueeze(-2)
+        state = state * f[:, t].sigmoid().unsqueeze(-1) + 0.5 * (before + now)
+        before = now
+        out.append((state @ c[:, t].unsqueeze(-1)).squeeze(-1))
+    return torch.stack(out, 1)
+
+
 def backwards(x: Tensor, f: Tensor) -> Tensor:
     """From the last token to the first."""
     state, out = torch.zeros_like(x[:, 0]), []
@@ -210,6 +221,7 @@ AFFINE = {
     "in place": Given(in_place, (TOKENS,) * 2),
     "S5": Given(s5, (TOKENS, (6,), (WIDTH, 6), (6, WIDTH))),
     "LRU": Given(lru, (TOKENS, (6,), (6,), (WIDTH, 6), (6, WIDTH))),
+    "trapezoids": Given(trapezoids, (TOKENS,) * 4),
     "backwards": Given(backwards, (TOKENS,) * 2),
     "begun by the first": Given(begun_by_the_first, (TOKENS,) * 2),
     "Mamba": Given(mamba, (TOKENS, TOKENS, (WIDTH, 5), (BATCH, ROWS, 5), (BATCH, ROWS, 5))),

@@ -17,28 +17,53 @@ from ringopt.recognize.scans.loop import Loop, loop_in
 from ringopt.recognize.scans.operands import Carried, Counted, Each, Operand, Outside, Own, token
 from ringopt.recognize.scans.periods import Repeat, calls_of, stretches
 from ringopt.recognize.scans.recurrence import NotRolled, only_sums, reading
-from ringopt.recognize.scans.roll import Rolled, rolled
+from ringopt.recognize.scans.roll import FewSteps, Rolled, rolled
 from ringopt.recognize.scans.sources import part_of_split, pieces_of, places_of
 
 
 def loops(graph: fx.Graph) -> list[Loop]:
-    """Recurrences, inner ones first; none overlaps another."""
+    """Recurrences. None overlaps another, but one of more steps that goes on with what an inner one carries stands
+    before that, which is for when no scan can be made of it."""
     calls, weights = calls_of(graph), of_program(graph)
     taken, found = bytearray(len(calls)), list[Loop]()
     seen: list[Repeat] = []
     place = {node: i for i, node in enumerate(calls)}
     for stretch in sorted(stretches(list(map(token, calls))), key=lambda each: (each.period, each.start)):
-        if taken.find(1, stretch.start, stretch.end) >= 0 or any(stretch.within(each) for each in seen):
+        free = taken.find(1, stretch.start, stretch.end) < 0
+        if any(stretch.within(each) for each in seen):
             continue
-        loop = loop_in(calls, stretch)
+        inner = [] if free else inner_loops(found, stretch, place)
+        loop = loop_in(calls, stretch) if free or inner else None
         if loop is None:
             continue
-        seen.append(stretch)  # what is a loop of this period is one of twice the period too
-        if is_over_sequence(loop, weights) and judged(loop) is not None:
+        if free:
+            seen.append(stretch)  # what is a loop of this period is one of twice the period too
+        if not is_over_sequence(loop, weights) or (recurrence := judged(loop)) is None:
+            continue
+        if free:
             found.append(loop)
-            for node in loop.nodes():
-                taken[place[node]] = 1
+        elif isinstance(recurrence, Rolled) and all(goes_on(loop, each) for each in inner):
+            found.insert(0, loop)
+        else:
+            continue
+        for node in loop.nodes():
+            taken[place[node]] = 1
     return found
+
+
+def inner_loops(found: Sequence[Loop], stretch: Repeat, place: dict[fx.Node, int]) -> list[Loop]:
+    """Those in a stretch, if each has fewer steps than it has periods and none is there in part."""
+    some = [loop for loop in found if any(stretch.start <= place[node] < stretch.end for node in loop.nodes())]
+    most = (stretch.end - stretch.start) // stretch.period
+    whole = all(stretch.start <= place[node] < stretch.end for loop in some for node in loop.nodes())
+    return some if whole and all(loop.steps < most for loop in some) else []
+
+
+def goes_on(outer: Loop, inner: Loop) -> bool:
+    """Whether what the inner loop computes is made of what the outer one carries."""
+    at = {node: j for iteration in outer.iterations for j, node in enumerate(iteration) if node is not None}
+    places = {at.get(node, -1) for node in inner.iterations[-1] if node is not None}
+    return -1 not in places and any(_carried_by(outer, each) for each in places)
 
 
 def judged(loop: Loop) -> Rolled | NotRolled | None:
@@ -47,13 +72,10 @@ def judged(loop: Loop) -> Rolled | NotRolled | None:
         found = rolled(loop)
         carries, _, _ = found.recurrence.inputs
         reads = reading(found.recurrence.step, carries)
-        made_of = [reads[new] for new in found.recurrence.outputs[0]]
-        if not any(made_of) or only_sums(found.recurrence):
-            return None
-        for new, read in zip(found.recurrence.outputs[0], made_of, strict=True):
-            if not read:
-                return NotRolled("a value is made anew in every step and handed to the next", new)
-        return found
+        recurrent = any(reads[new] for new in found.recurrence.outputs[0])
+        return found if recurrent and not only_sums(found.recurrence) else None
+    except FewSteps:
+        return None
     except NotRolled as problem:
         return problem if is_recurrent(loop) else None
 

@@ -147,3 +147,18 @@ def test_what_is_mutated_is_good(files: list[Path]) -> None:
     for file in files:
         assert model_of(file)
         assert ringopt.load(file)
+
+
+@pytest.mark.parametrize("found", [{"left_alone": [0.5], "sharded_fraction": 0.0}, {"memory": [1]}, {"sites": [{}]}])
+def test_a_report_that_cannot_be_printed(
+    found: dict[str, Any], files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In few words or in many, as either is asked for."""
+
+    def changed(said: bytes) -> bytes:
+        made = json.loads(said)
+        made["report"] |= found
+        return json.dumps(made).encode()
+
+    rewritten(files[1], tmp_path / "bad.pt2", members={"extra/ringopt.json": changed})
+    ends_well(["explain", str(tmp_path / "bad.pt2")], capsys, {2})
