@@ -17,7 +17,7 @@ from ringopt.recognize.scans.loop import Loop, loop_in
 from ringopt.recognize.scans.operands import Carried, Counted, Each, Operand, Outside, Own, token
 from ringopt.recognize.scans.periods import Repeat, calls_of, stretches
 from ringopt.recognize.scans.recurrence import NotRolled, only_sums, reading
-from ringopt.recognize.scans.roll import FewSteps, Rolled, rolled
+from ringopt.recognize.scans.roll import Rolled, rolled
 from ringopt.recognize.scans.sources import part_of_split, pieces_of, places_of
 
 
@@ -60,9 +60,9 @@ def inner_loops(found: Sequence[Loop], stretch: Repeat, place: dict[fx.Node, int
 
 
 def goes_on(outer: Loop, inner: Loop) -> bool:
-    """Whether what the inner loop computes is made of what the outer one carries."""
+    """Whether something that the inner loop computes is made of what the outer one carries."""
     at = {node: j for iteration in outer.iterations for j, node in enumerate(iteration) if node is not None}
-    places = {at.get(node, -1) for node in inner.iterations[-1] if node is not None}
+    places = {at.get(node, -1) for node in inner.nodes()}
     return -1 not in places and any(_carried_by(outer, each) for each in places)
 
 
@@ -74,8 +74,6 @@ def judged(loop: Loop) -> Rolled | NotRolled | None:
         reads = reading(found.recurrence.step, carries)
         recurrent = any(reads[new] for new in found.recurrence.outputs[0])
         return found if recurrent and not only_sums(found.recurrence) else None
-    except FewSteps:
-        return None
     except NotRolled as problem:
         return problem if is_recurrent(loop) else None
 

@@ -48,8 +48,7 @@ def rolled(loop: Loop) -> Rolled:
         found = Builder(loop).build()
     except OneStepLess:  # the last iteration is only what is behind the loop
         shorter = Loop(loop.iterations[:-1], loop.operands, loop.init).again()
-        if shorter is None or shorter.steps < FEWEST_STEPS:
-            raise FewSteps("there are few steps", loop.first[-1]) from None
+        assert shorter is not None
         found = Builder(shorter).build()
     if all(map(begins_alike, found.recurrence.inputs[0], found.recurrence.init)):
         return found
@@ -62,10 +61,6 @@ def rolled(loop: Loop) -> Rolled:
 def begins_alike(carry: fx.Node, init: fx.Node) -> bool:
     """Whether the first step is given the kind of value that the others are given."""
     return bool(kind(value_of(carry)) == kind(value_of(init)))
-
-
-class FewSteps(NotRolled):
-    """So few are no loop."""
 
 
 class OneStepLess(Exception):

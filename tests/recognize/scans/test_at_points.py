@@ -50,6 +50,19 @@ def test_sizes_that_data_decide_are_not_at_hand() -> None:
         AtFew.of(x, -2)
 
 
+def test_no_fewer_rows_than_are_asked_for() -> None:
+    """Of a length that is 5 * c + 1, which 30 is not."""
+
+    class Same(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.relu()
+
+    dim = 5 * torch.export.Dim("c", min=2, max=99) + 1
+    graph = torch.export.export(Same(), (torch.randn(2, 11, 3),), dynamic_shapes=({1: dim},)).graph
+    (x,) = graph.find_nodes(op="placeholder")
+    assert AtFew.of(x, -2, most=30).few(x, -2) == [2, 31, 2]
+
+
 # ---- whatever comes behind a row -------------------------------------------------------------------------------------
 FROM_THE_START = {
     "all but some rows": lambda x: x[:, 3:],

@@ -23,12 +23,14 @@ ROWS, WIDTH = 8, 4
 def delta_product(updates, between=lambda state: state):
     def program(k, v, q):
         state, out = torch.zeros(2, WIDTH, WIDTH, dtype=k.dtype), []
+        ks, vs, gates = k.unbind(2), v.unbind(2), v.mean(-1).sigmoid()
         for t in range(k.shape[1]):
             for j in range(updates):
-                k_j = torch.nn.functional.normalize(k[:, t, j], dim=-1).unsqueeze(1)
-                state = state - 0.5 * k_j.mT * (k_j @ state - v[:, t, j].unsqueeze(1))
+                k_j = torch.nn.functional.normalize(ks[j][:, t], dim=-1)
+                error = torch.einsum("bk,bkv->bv", k_j, state) - vs[j][:, t]
+                state = state - gates[:, t, j, None, None] * k_j.unsqueeze(-1) * error.unsqueeze(1)
             state = between(state)
-            out.append((q[:, t].unsqueeze(1) @ state).squeeze(1))
+            out.append(torch.einsum("bk,bkv->bv", q[:, t], state))
         return torch.stack(out, 1)
 
     return program
