@@ -76,6 +76,14 @@ def test_and_at_another_length() -> None:
     assert 0.45 < row["memory"] < 0.65, "half of what one process holds, and a little that both ranks do"
 
 
+@pytest.mark.zoo
+@pytest.mark.timeout(1200)
+def test_compiling_takes_no_three_times_as_long_as_inductor_does() -> None:
+    pytest.importorskip("transformers")
+    row = judged_apart("ringopt.tools.benchmarks.models.conformance", "llama", 2, 900, "inductor")
+    assert row["verdict"] == "exact" and 0 < row["compile"] < 3 * row["by_inductor"]
+
+
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 

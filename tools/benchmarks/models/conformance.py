@@ -139,8 +139,8 @@ def _alike(model: nn.Module, library: str) -> nn.Module:
 
 
 def _by_inductor(model: nn.Module, inputs: dict[str, Any]) -> float | None:
-    """Seconds until Inductor has compiled the unchanged program for one process. In a process of its own, for the
-    threads that it starts outlive no fork; None where it fails."""
+    """Seconds of the processor until Inductor has compiled the unchanged program for one process. In a process of its
+    own, for the threads that it starts outlive no fork; None where it fails."""
     way = multiprocessing.get_context("fork")
     here, there = way.Pipe(duplex=False)
 
@@ -189,8 +189,12 @@ def _a_rank(rank: int, answers: Any, trial: Trial) -> None:
         dist.init_process_group("gloo", init_method=trial.meet, rank=rank, world_size=trial.ranks, timeout=limit)
         begin = processor_seconds()
         # Of many layers, where Dynamo breaks in each; torch's flash kernel is wrong for rows that a finite mask hides.
-        alone = of_inductor.fresh_cache(), of_inductor.patched(compile_threads=1)
-        with alone[0], alone[1], dynamo.patched(recompile_limit=64), sdpa_kernel(SDPBackend.MATH):
+        with (
+            of_inductor.fresh_cache(),
+            of_inductor.patched(compile_threads=1),
+            dynamo.patched(recompile_limit=64),
+            sdpa_kernel(SDPBackend.MATH),
+        ):
             compiled = torch.compile(trial.model, backend=_widened_ring(trial.inner))
             found = _numbers(compiled, trial.calls[0])
             took = processor_seconds() - begin
