@@ -142,7 +142,7 @@ def kept(arguments: argparse.Namespace, made: dict[str, Any]) -> tuple[str, Repo
         raise CommandError(f"{target} was converted by ringopt {by}, and this is {ringopt.__version__}; use that one")
     with blamed(target, "explained"):
         report = ringopt.Report.from_dict(made["report"])
-        for verbose in (False, True):  # whatever is printed of it can be
+        for verbose in (False, True):  # a damaged one fails here, not while it is printed
             report.text(verbose=verbose)
     if arguments.options or arguments.hardware or arguments.world_size not in (None, report.world_size):
         raise CommandError(

@@ -167,8 +167,8 @@ def check_convertible(program: ExportedProgram) -> None:
     missing = sorted(str(symbol) for symbol in symbols - known)
     if missing:
         raise ProgramError(
-            f"no size of an input tells {', '.join(missing)}: data make it, or it is there in products and rounded "
-            "quotients only; export the program with plain Dims"
+            f"{', '.join(missing)} cannot be read from the sizes of the inputs: it depends on data, or appears in "
+            "products and rounded quotients only; export the program with plain Dims"
         )
 
 

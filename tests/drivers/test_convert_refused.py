@@ -56,7 +56,7 @@ class Counted(Mixer):
 
 
 def test_a_size_that_data_make_is_refused() -> None:
-    with pytest.raises(ProgramError, match=r"no size of an input tells u0: data make it, .*with plain Dims"):
+    with pytest.raises(ProgramError, match=r"u0 cannot be read from the sizes .* depends on data, .*with plain Dims"):
         ringopt.convert(export(Counted(), (rows(),)))
 
 

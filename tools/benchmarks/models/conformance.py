@@ -12,6 +12,7 @@ import math
 import multiprocessing
 import os
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,6 +47,7 @@ from ringopt.torch_compat.pytree import tree_leaves
 EXACT = 1e-8  # float64, relative to the largest entry of each tensor
 INEXACT = 1e-4  # however inexact a program is by itself
 TIMES = 10  # as far as the last bit of each weight moves the numbers: statistics of two values lose all others
+LEFT = 5  # seconds of those that a type may take: its row is sent whatever Inductor does
 SMALL = 1e-4  # of the largest entry of all: what is smaller than that may be rounding alone
 
 
@@ -70,6 +72,7 @@ class Trial:
 
 def judge(answers: Any, kind: str, ranks: int, seconds: float, inner: str) -> None:
     """Sends a row, whatever the model does short of a crash."""
+    begin = time.monotonic()
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)  # numbers that a program writes down without a type
     library, _, name = kind.rpartition("/")
@@ -95,8 +98,10 @@ def judge(answers: Any, kind: str, ranks: int, seconds: float, inner: str) -> No
     with tempfile.TemporaryDirectory() as folder:
         exact = min(max(EXACT, TIMES * _distance(shaken, expected)), INEXACT)
         trial = Trial(model, calls, found, exact, held, ranks, f"file://{folder}/store", seconds, inner)
-        by_inductor = {"by_inductor": _by_inductor(alike[1], inputs)} if inner == "inductor" else {}
-        answers.send({**NOTHING, **_on_ranks(trial), **facts, **by_inductor})
+        row = {**NOTHING, **_on_ranks(trial), **facts}
+    if inner == "inductor":
+        row["by_inductor"] = _by_inductor(alike[1], inputs, seconds - LEFT - (time.monotonic() - begin))
+    answers.send(row)
 
 
 def shake(model: nn.Module) -> None:
@@ -138,9 +143,9 @@ def _alike(model: nn.Module, library: str) -> nn.Module:
     return copy.deepcopy(model) if library == "diffusers" else reference_of(model)
 
 
-def _by_inductor(model: nn.Module, inputs: dict[str, Any]) -> float | None:
+def _by_inductor(model: nn.Module, inputs: dict[str, Any], longest: float) -> float | None:
     """Seconds of the processor until Inductor has compiled the unchanged program for one process. In a process of its
-    own, for the threads that it starts outlive no fork; None where it fails."""
+    own, which can be ended; None where it fails, or takes more than `longest` seconds of the clock."""
     way = multiprocessing.get_context("fork")
     here, there = way.Pipe(duplex=False)
 
@@ -154,11 +159,11 @@ def _by_inductor(model: nn.Module, inputs: dict[str, Any]) -> float | None:
     process.start()
     there.close()
     try:
-        seconds: float = here.recv()
-    except EOFError:
-        return None
-    finally:
-        process.join()
+        seconds: float | None = here.recv() if here.poll(max(longest, 0)) else None
+    except EOFError:  # it has printed why
+        seconds = None
+    process.kill()
+    process.join()
     return seconds
 
 

@@ -211,7 +211,8 @@ NOTES = (
     "memory: the most bytes of tensors that a step takes on a rank beside the weights and their gradients, of what it "
     "takes on one process, as it is.",
     "compile: seconds of the processor that a rank takes for a first step, loss and backward, all caches empty and one "
-    "thread; Inductor: the same of the unchanged program on one process (with --inner-backend inductor).",
+    "thread; Inductor: the same of the unchanged program on one process (with --inner-backend inductor), if it is done "
+    "in the seconds that are left.",
     "the library: whether its own context parallelism takes the model: `supports_context_parallel` of transformers, a "
     "`_cp_plan` of diffusers.",
     "first reason: why the first of what is refused or gathered is, with its line.",
