@@ -20,7 +20,7 @@ import torch.fx as fx
 from ringopt.dims.undone_views import UNCHANGED
 from ringopt.frontend.functionalize import Unwritable, storage
 from ringopt.ir.nodes import carries_gradient, is_undropped, is_write, op_name, value_of, written_args
-from ringopt.ir.notes import UNSEEN, VIEW_OF
+from ringopt.ir.notes import LET_GO, UNSEEN, VIEW_OF
 
 aten = torch.ops.aten
 
@@ -89,7 +89,9 @@ class ExplicitDetach:
         if self.given[node] and memory is not None:
             self.known.add(memory)
         shared = [arg for arg in targets if memory is not None and storage(arg) == memory]
-        if shared and (op_name(node) in CUTS or self.cut.intersection(shared)):
+        if op_name(node) == "detach" and is_let_go(node.args[0]):
+            node.meta[LET_GO] = True
+        elif shared and (op_name(node) in CUTS or self.cut.intersection(shared)):
             self.cut.add(node)
 
     def check(self, node: fx.Node) -> None:
@@ -114,6 +116,16 @@ class ExplicitDetach:
                     self.detached[arg] = self.graph.call_function(aten.detach.default, (arg,))
                 self.detached[arg].meta = {**arg.meta, VIEW_OF: 0}
             node.replace_input_with(arg, self.detached[arg])
+
+
+def is_let_go(x: fx.Node) -> bool:
+    """Whether nothing else reads `x`, which the graph made, nor what it is a view of: `table[ids].detach()`."""
+    while x.op == "call_function" and len(x.users) == 1:
+        viewed = [arg for arg in x.all_input_nodes if storage(arg) == storage(x)]
+        if not viewed:
+            return True
+        x = viewed[0]
+    return False
 
 
 def is_operand(node: fx.Node) -> bool:

@@ -32,7 +32,7 @@ from ringopt.ir.nodes import (
     value_of,
     written_args,
 )
-from ringopt.ir.notes import STANDS_FOR, UNSEEN, VIEW_OF, WRITTEN
+from ringopt.ir.notes import LET_GO, STANDS_FOR, UNSEEN, VIEW_OF, WRITTEN
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.returning import returning
 from ringopt.ir.symbolic_sizes import place_of, same
@@ -98,7 +98,9 @@ class Functional:
         memory = storage(node)
         first = next(iter(node.all_input_nodes), None)
         original = first.meta.get(STANDS_FOR, first) if first is not None else None
-        if memory is not None and original is not None and memory == storage(original):
+        if memory is not None and node.meta.get(LET_GO):
+            self.owner[memory] = node
+        elif memory is not None and original is not None and memory == storage(original):
             if is_unchanged(node, original):
                 node.meta[WRITTEN] = original
                 return
@@ -329,6 +331,7 @@ def instead(graph: fx.Graph, before: fx.Node, value: fx.Node, why: fx.Node) -> f
     return new
 
 
+COMPARISONS = ("eq_", "ne_", "lt_", "le_", "gt_", "ge_")  # whose gradients are zeros
 MANY = (*SPLITS, "unbind")
 
 
@@ -363,9 +366,6 @@ def cut_out(node: fx.Node, index: int) -> tuple[Any, Any]:
     ends = list(accumulate((value.shape[dim] for value in value_of(node)), initial=0))
     index = place_of(index, len(ends) - 1)
     return aten.slice.Tensor, (base, dim, ends[index], ends[index + 1])
-
-
-COMPARISONS = ("eq_", "ne_", "lt_", "le_", "gt_", "ge_")  # whose gradients are zeros
 
 
 INPLACE_VIEWS = {

@@ -10,6 +10,7 @@
     VIEW_OF        the place of the operand in whose memory the value lies
     STANDS_FOR     of a value: the node that a write made it of
     UNSEEN         of a write: autograd does not see it, and the gradient of what is written stays as it was
+    LET_GO         of a detach: nothing else reads what it is given, whose memory is its own from there on
     WRITTEN        of a write: its target; of a cast with nothing to do: what was cast
     ROWS_OF        the tensor of which a node has the rows that a rank's queries have
     POLICY         of selective checkpointing, to be asked by a partitioner
@@ -33,6 +34,7 @@ Memory = tuple[str, int]  # "input" or "output", and the place of the first that
 VIEW_OF = "view_of"
 STANDS_FOR = "stands_for"
 UNSEEN = "unseen"
+LET_GO = "let_go"
 WRITTEN = "written"
 ROWS_OF = "rows_of"
 POLICY = "policy"

@@ -97,6 +97,34 @@ def test_weights_written_before_they_are_read_leave_a_graph_sharded():
     assert_sharded(Model(step=clamped_first), 2)
 
 
+def learned_positions(m, x):
+    """As a table of positions without a gradient to which a learned part is added."""
+    positions = torch.linspace(0.0, 1.0, 32, dtype=x.dtype)[torch.arange(x.shape[1])].view(1, -1, 1).detach()
+    positions = positions.expand(x.shape[0], -1, WIDTH).contiguous().detach()
+    positions += m.out(x)
+    return m.attention(x + positions)
+
+
+def part_of_what_was_cut(m, x):
+    y = m.side(x).mul(2).detach()
+    y[:, 1:].add_(m.out(x)[:, :-1, :3])
+    again = y.detach()
+    y.view(-1).copy_(m.out(x)[..., :3].reshape(-1) + y.reshape(-1))
+    return m.attention(x) + (y * again).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("p, step", [(2, learned_positions), (3, part_of_what_was_cut)])
+def test_what_nothing_else_reads_may_be_written_behind_a_detach(p, step):
+    assert_sharded(Model(step=step), p)
+
+
+def read_beside(m, x):
+    y = m.side(x)
+    cut = y.detach()
+    cut += m.out(x)[..., :3]
+    return m.attention(x) + y.sum(-1, keepdim=True)
+
+
 def clamped(m, x):
     y = m.attention(x) + m.side(x).sum(-1, keepdim=True)
     m.side.weight.data.clamp_(-0.1, 0.1)
@@ -119,6 +147,7 @@ def clamped_in_no_grad(m, x):
     "step, why, line",
     [
         (clamped, "writes through detach to a value with a gradient", "m.side.weight.data.clamp_(-0.1, 0.1)"),
+        (read_beside, "writes through detach to a value with a gradient", "cut += m.out(x)[..., :3]"),
         (replaced, "gives a tensor the memory of another one", "m.side.weight.data = m.side.weight.data * 0.5"),
         (clamped_in_no_grad, "writes under no_grad to a value with a gradient", "y.clamp_(-0.1, 0.1)"),
     ],
