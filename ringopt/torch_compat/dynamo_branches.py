@@ -21,9 +21,20 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ringopt.torch_compat.dynamo import COMPARISONS
-from ringopt.torch_compat.dynamo_bytecode import ASSERTION, end_of_or, following, jumps_by_truth, live_at, way_to_go
+from ringopt.torch_compat.dynamo_bytecode import (
+    ASSERTION,
+    end_of_or,
+    following,
+    jumps_by_truth,
+    live_at,
+    may_catch,
+    raised_by,
+    way_to_go,
+)
 
-__all__ = ["JUMP_BREAK", "Branch", "RowLoop", "branches_and_loops", "decides", "places_taken", "takes_branches"]
+__all__ = [
+    "JUMP_BREAK", "Branch", "RowLoop", "branches_and_loops", "decides", "places_taken", "raises", "takes_branches",
+]  # fmt: skip
 
 JUMP_BREAK = ("Data-dependent branching", "generic_jump")  # how Dynamo's reasons begin where it ends a graph at one
 
@@ -63,10 +74,12 @@ class Branch:
 
 @dataclass
 class Trace:
-    """Of one graph: all loops and branches, and those of which the end was not reached yet, the innermost last."""
+    """Of one graph: all loops and branches, where one would raise an error, and those of which the end was not reached
+    yet, the innermost last."""
 
     loops: list[RowLoop] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
+    raised: set[tuple[CodeType, int]] = field(default_factory=set)
     open: list[Begun] = field(default_factory=list)
 
 
@@ -74,23 +87,27 @@ _traces = WeakKeyDictionary[Any, Trace]()
 _latest = Trace()
 
 
-def branches_and_loops() -> tuple[list[Branch], list[RowLoop]]:
-    """Of the graph that a backend was given."""
+def branches_and_loops() -> tuple[list[Branch], list[RowLoop], set[tuple[CodeType, int]]]:
+    """Of the graph that a backend was given; and the places at which it `raises` an error."""
     trace = trace_of(InstructionTranslator.current_tx())
     places_taken()
-    return trace.branches, trace.loops
+    return trace.branches, trace.loops, trace.raised
 
 
 def places_taken() -> set[tuple[CodeType, int]]:
     """Where the latest trace took a branch or a loop, if no graph came of it; at the second call there are none."""
     global _latest
-    found = {branch.place for branch in _latest.branches} | {loop.place for loop in _latest.loops}
+    found = {branch.place for branch in _latest.branches} | {loop.place for loop in _latest.loops} | _latest.raised
     _latest = Trace()
     return found
 
 
 def decides(condition: Any) -> None:
     """Stands in the graph for a branch or a loop, so that Dynamo keeps what decides, and what is there without it."""
+
+
+def raises(condition: Any, when: bool, error: str, words: str) -> None:
+    """Stands in the graph for a branch that raises an error of Python's, where `condition` has the truth `when`."""
 
 
 def trace_of(tx: Any) -> Trace:
@@ -170,6 +187,8 @@ def before(tx: Any, instruction: Any) -> None:
             trace.open.append(Begun(trace, tx, Branch(loop, turn, loop.place, innermost(trace)), [instruction]))
     elif jumps_by_truth(instruction) and following(tx, instruction).opname not in ASSERTION:
         known, place = known_truth(tx.stack[-1].realize()), (tx.f_code, instruction.offset)
+        if known is None:
+            known = goes_on(tx, instruction, trace)
         again = any(begun.tx is tx and begun.branch.place == place for begun in trace.open)  # of a loop without a bound
         if known is None and not again and (condition := unknown_truth(tx.stack[-1].realize())) is not None:
             part, last = tx.stack[-1].realize(), end_of_or(tx, instruction)
@@ -185,6 +204,23 @@ def before(tx: Any, instruction: Any) -> None:
                 trace.open.append(Begun(trace, tx, Branch(condition, known, place, innermost(trace)), ends))
         if known is not None:
             tx.stack[-1] = VariableTracker.build(tx, known)
+
+
+def goes_on(tx: Any, jump: Any, trace: Trace) -> bool | None:
+    """Of a jump to what only raises an error: the truth with which the program goes on; from here on that is asserted.
+    None where it is no such jump, or something may catch the error, or not all of the program comes here."""
+    condition, found = unknown_truth(tx.stack[-1].realize()), raised_by(tx, jump)
+    if condition is None or found is None or trace.open or tx.output.current_tracer is not tx.output.root_tracer:
+        return None
+    frame = tx
+    while frame is not None:
+        if may_catch(frame, found.error):
+            return None
+        frame = getattr(frame, "parent", None)
+    asserted = (fx.Proxy(condition, tx.output.current_tracer), found.when, found.error.__name__, found.words)
+    tx.output.create_proxy("call_function", raises, asserted, {})
+    trace.raised.add((tx.f_code, jump.offset))
+    return not found.when
 
 
 def loop_at(trace: Trace, iterator: Any) -> tuple[RowLoop | None, int]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import builtins
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch._dynamo.bytecode_analysis import HASFREE, HASLOCAL, JUMP_OPCODES, TERMINAL_OPCODES
+from torch._dynamo.variables.ctx_manager import GenericContextWrappingVariable
 
-__all__ = ["ASSERTION", "end_of_or", "following", "jumps_by_truth", "live_at", "way_to_go"]
+__all__ = [
+    "ASSERTION", "Raise", "end_of_or", "following", "jumps_by_truth", "live_at", "may_catch", "raised_by", "way_to_go",
+]  # fmt: skip
 
 ASSERTION = ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT")  # Dynamo keeps assertions
 
@@ -57,6 +63,114 @@ def end_of_or(tx: Any, jump: Any) -> Any:
 def leads_on(instruction: Any, truth: str) -> bool:
     """Whether it is a jump that keeps no value, taken for such a truth."""
     return "POP_JUMP" in instruction.opname and str(instruction.opname).endswith(f"IF_{truth}")
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Raise:
+    """One way of a jump that does nothing but to raise `error(words)`, one of Python's own errors, taken where what
+    decides has the truth `when`. Of an f-string only what is known as it is written is in `words`."""
+
+    when: bool
+    error: type[Exception]
+    words: str
+
+
+def raised_by(tx: Any, jump: Any) -> Raise | None:
+    """What a jump that keeps no value leads to, if it is that."""
+    if "POP_JUMP" not in jump.opname:
+        return None
+    truth = jump.opname.endswith("IF_TRUE")
+    for when, start in ((not truth, following(tx, jump)), (truth, jump.target)):
+        found = raise_at(tx, start)
+        if found is not None:
+            return Raise(when, *found)
+    return None
+
+
+def raise_at(tx: Any, start: Any) -> tuple[type[Exception], str] | None:
+    """The error and its words, of `raise error(...)`, whose arguments call nothing that goes another way."""
+    names, words = list[str](), list[str]()
+    for each in tx.instructions[tx.indexof[start] :]:
+        name = each.opname
+        if name == "RAISE_VARARGS":
+            error = named_error(tx, names[0]) if names and each.arg == 1 else None
+            return (error, "".join(words)) if error is not None else None
+        if not name.startswith(BUILDS):
+            return None
+        if name == "LOAD_GLOBAL":
+            names.append(each.argval)
+        elif name == "LOAD_CONST" and isinstance(each.argval, str):
+            words.append(each.argval)
+        elif name.startswith("FORMAT"):
+            if name == "FORMAT_WITH_SPEC" or (name == "FORMAT_VALUE" and each.arg & 4):
+                words.pop()
+            words.append("...")
+    return None
+
+
+BUILDS = (  # how the instructions begin that make an error and its words
+    "LOAD_GLOBAL", "LOAD_CONST", "LOAD_FAST", "LOAD_DEREF", "LOAD_ATTR", "LOAD_METHOD", "LOAD_SMALL_INT", "FORMAT_",
+    "CONVERT_VALUE", "BUILD_", "BINARY_", "COMPARE_OP", "PUSH_NULL", "PRECALL", "CALL", "KW_NAMES", "NOP", "NOT_TAKEN",
+    "EXTENDED_ARG",
+)  # fmt: skip
+
+
+def named_error(tx: Any, name: str) -> type[Exception] | None:
+    """The error that a name stands for, if it is one of Python's own."""
+    found = tx.f_globals.get(name, getattr(builtins, name, None))
+    own = isinstance(found, type) and issubclass(found, Exception) and getattr(builtins, found.__name__, None) is found
+    return found if own else None
+
+
+def may_catch(tx: Any, error: type[Exception]) -> bool:
+    """Whether a frame may catch such an error where it is now. A `with` of torch's settings does not. (Before Python
+    3.11, true of any other block.)"""
+    plain = [block.target for block in tx.block_stack if is_setting(block.with_context)]
+    if sys.version_info < (3, 11):
+        return len(plain) < len(tx.block_stack)
+    entry = tx.current_instruction.exn_tab_entry
+    while entry is not None:
+        handler = tx.indexof[entry.target]
+        left = tx.instructions[handler:]
+        again = next(filter(is_raised_again, left), None) if entry.target in plain else raised_again(tx, handler, error)
+        if again is None:
+            return True
+        entry = again.exn_tab_entry
+    return False
+
+
+def is_setting(context: Any) -> bool:
+    """Whether a block is a `with` of what Dynamo knows, such as autocast."""
+    return context is not None and not isinstance(context, GenericContextWrappingVariable)
+
+
+def is_raised_again(instruction: Any) -> bool:
+    """Whether it raises the error that is being handled."""
+    return str(instruction.opname) == "RERAISE"
+
+
+def raised_again(tx: Any, place: int, error: type[Exception]) -> Any:
+    """The instruction that raises the error again, of a block that handles errors and begins at `place`; None where it
+    may do something else."""
+    names = list[str]()
+    while place < len(tx.instructions):
+        each = tx.instructions[place]
+        if is_raised_again(each):
+            return each
+        if each.opname == "CHECK_EXC_MATCH":
+            caught = tuple(named_error(tx, name) or Exception for name in names)
+            jump = following(tx, each)
+            if not caught or issubclass(error, caught) or not leads_on(jump, "FALSE"):
+                return None
+            place, names = tx.indexof[jump.target], []
+            continue
+        dropped = each.opname == "POP_EXCEPT" and not is_raised_again(following(tx, each))
+        if dropped or each.opcode in (*JUMP_OPCODES, *TERMINAL_OPCODES):
+            return None
+        names += [each.argval] if each.opname == "LOAD_GLOBAL" else []
+        place += 1
+    return None
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from types import CodeType
 from typing import Any
 
@@ -19,6 +20,7 @@ from ringopt.torch_compat.dynamo_branches import (
     branches_and_loops,
     decides,
     places_taken,
+    raises,
     takes_branches,
 )
 
@@ -52,7 +54,7 @@ def trace(program: Any, x: torch.Tensor, whole: bool = True) -> torch.fx.Graph:
     graphs: list[torch.fx.Graph] = []
 
     def backend(gm: torch.fx.GraphModule, _inputs: Any) -> Any:
-        found.append(branches_and_loops())
+        found.append(branches_and_loops()[:2])
         graphs.append(gm.graph)
         return gm
 
@@ -146,10 +148,25 @@ def test_one_in_another_says_so() -> None:
     assert inner.within is outer and set(inner.nodes) < set(outer.nodes)
 
 
-def test_where_no_graph_comes_of_it_the_places_are_known() -> None:
+class OwnError(ValueError):
+    """Of a program, not of Python."""
+
+
+def test_an_error_of_pythons_stands_in_the_graph() -> None:
     def program(x: torch.Tensor) -> torch.Tensor:
         if x.sum() > 0:
             raise ValueError("no")
+        return x
+
+    (noted,) = trace(program, torch.ones(3)).find_nodes(op="call_function", target=raises)
+    assert noted.args[0].target in ("gt", operator.gt) and noted.args[1:] == (True, "ValueError", "no")
+    assert found[-1] == ([], []) and not places_taken()
+
+
+def test_where_no_graph_comes_of_it_the_places_are_known() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            raise OwnError("no")
         return x
 
     with pytest.raises(Exception, match="no"):

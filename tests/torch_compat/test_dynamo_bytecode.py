@@ -9,13 +9,24 @@ from typing import Any
 import pytest
 from torch._dynamo.bytecode_transformation import cleaned_instructions
 
-from ringopt.torch_compat.dynamo_bytecode import ASSERTION, end_of_or, following, jumps_by_truth, live_at, way_to_go
+from ringopt.torch_compat.dynamo_bytecode import (
+    ASSERTION,
+    Raise,
+    end_of_or,
+    following,
+    jumps_by_truth,
+    live_at,
+    may_catch,
+    raised_by,
+    way_to_go,
+)
 
 
 def frame(program: Callable[..., Any]) -> tuple[Any, list[Any]]:
     """What a translator knows of it, and its jumps that go one of two ways."""
     instructions = cleaned_instructions(program.__code__)
     tx = SimpleNamespace(instructions=instructions, indexof={each: at for at, each in enumerate(instructions)})
+    tx.f_globals, tx.block_stack = program.__globals__, []
     return tx, [each for each in instructions if jumps_by_truth(each)]
 
 
@@ -92,3 +103,82 @@ def test_an_assertion_is_known_by_what_follows_its_jump() -> None:
     exec("def program(a):\n    assert a", space)  # which pytest does not rewrite
     tx, (jump,) = frame(space["program"])
     assert following(tx, jump).opname in ASSERTION
+
+
+class Other(ValueError):
+    """No error of Python's own."""
+
+
+def raising(a: Any, b: Any, c: Any) -> Any:
+    if a:
+        raise ValueError("a is there")
+    if not b or c:
+        raise KeyError
+    if c:
+        raise TypeError(f"{a!r:>4} of {b} is none")
+    if a:
+        raise Other("its own")
+    if b:
+        raise ValueError("a" if a else "b")
+    if c:
+        b = c
+        raise ValueError
+    return b
+
+
+def test_which_jumps_lead_to_an_error_alone() -> None:
+    tx, jumps = frame(raising)
+    key, of = Raise(False, KeyError, ""), Raise(True, TypeError, "... of ... is none")
+    found = [raised_by(tx, jump) for jump in jumps]
+    assert found[:4] == [Raise(True, ValueError, "a is there"), key, Raise(True, KeyError, ""), of]
+    assert found[4:] == [None] * len(found[4:])
+
+
+def handled(a: Any, b: Any, c: Any) -> Any:
+    try:
+        try:
+            if a:
+                raise ValueError
+        except (TypeError, KeyError):
+            b = c
+    finally:
+        c = b
+    return c
+
+
+def caught(a: Any, b: Any, c: Any) -> Any:
+    try:
+        try:
+            if a:
+                raise ValueError
+        except KeyError:
+            b = c
+    except (TypeError, ValueError):
+        c = b
+    return c
+
+
+def suppressed(a: Any, b: Any, c: Any) -> Any:
+    with b:
+        if a:
+            raise ValueError
+    return c
+
+
+def given_up(a: Any, b: Any, c: Any) -> Any:
+    while b:
+        try:
+            if a:
+                raise ValueError
+        finally:
+            break  # noqa: B012
+    return c
+
+
+@pytest.mark.parametrize(
+    "program, may", [(raising, False), (handled, False), (caught, True), (suppressed, True), (given_up, True)]
+)
+def test_whether_a_frame_may_catch_an_error(program: Callable[..., Any], may: bool) -> None:
+    tx, jumps = frame(program)
+    tx.current_instruction = next(jump for jump in jumps if jump.argval is not None and raised_by(tx, jump))
+    assert may_catch(tx, ValueError) == may

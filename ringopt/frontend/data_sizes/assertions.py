@@ -2,6 +2,7 @@
 
     assert lengths.max().item() <= n      ->      outputs + [lengths.max() <= n]     # and held after the call
     assert mask.any()                     ->      outputs + [mask.any()]
+    if mask.all(): raise ValueError("")   ->      outputs + [~mask.all()]
     torch.arange(lengths.max())           ->      torch.arange(n), outputs + [lengths.max() == n]
 
 Passes keep what outputs are made of, and drop assertions: so the conditions become outputs, of which every rank has the
@@ -12,8 +13,10 @@ is known where the rest of the program needs as many: Dynamo asserts it.)
 
 from __future__ import annotations
 
+import builtins
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ from ringopt.frontend.data_sizes.fake_values import OPEN, fake_value, is_unknown
 from ringopt.ir.nodes import origin
 from ringopt.ir.symbolic_sizes import plain, same
 from ringopt.torch_compat.dynamo import COMPARISONS
-from ringopt.torch_compat.dynamo_branches import decides
+from ringopt.torch_compat.dynamo_branches import decides, raises
 from ringopt.torch_compat.operators import ASSERT_SCALAR, ASSERT_TENSOR
 
 MEANT_ALIKE = (  # of a number and of the tensor that it is the element of
@@ -34,9 +37,17 @@ COUNTED = ("start", "end", "step")
 UNNAMED = "an assertion of the program"
 
 
-def take_assertions(gm: fx.GraphModule) -> tuple[str, ...]:
-    """The words of those in Dynamo's graph, whose conditions are its last outputs from here on. Those that sizes decide
-    stay where they are."""
+@dataclass(frozen=True)
+class Assertion:
+    """What a call says where it does not hold, and the `error` that the program raises then; None: as torch does."""
+
+    words: str
+    error: type[Exception] | None = None
+
+
+def take_assertions(gm: fx.GraphModule) -> tuple[Assertion, ...]:
+    """Those in Dynamo's graph, whose conditions are its last outputs from here on. Those that sizes decide stay where
+    they are."""
     nodes = list(gm.graph.nodes)
     held = [found for node in nodes if (found := taken(node) or number_taken(node)) is not None]
     if held:
@@ -46,24 +57,27 @@ def take_assertions(gm: fx.GraphModule) -> tuple[str, ...]:
             if not node.users and holds_number(node):
                 gm.graph.erase_node(node)
         gm.recompile()
-    return tuple(words for _, words in held)
+    return tuple(assertion for _, assertion in held)
 
 
-def taken(node: fx.Node) -> tuple[fx.Node, str] | None:
-    """The condition and the words of an assertion, which is erased."""
+def taken(node: fx.Node) -> tuple[fx.Node, Assertion] | None:
+    """The condition of an assertion, which is erased."""
     condition = node.args[0] if node.target in ASSERT_TENSOR else None
-    if node.target is ASSERT_SCALAR:
+    if node.target in (ASSERT_SCALAR, raises):
         condition = as_tensor(node.args[0], node)
     if not isinstance(condition, fx.Node) or not isinstance(fake_value(condition), torch.Tensor):
         return None
+    error = getattr(builtins, node.args[2]) if node.target is raises else None
+    function = torch.logical_not if error is not None and node.args[1] else torch.clone  # which nobody writes to
     with node.graph.inserting_before(node):
-        kept = node.graph.call_method("clone", (condition,))  # which nobody writes to
-    kept.meta.update(origin(node), example_value=fake_value(condition).clone())
+        kept = node.graph.call_function(function, (condition,))
+    kept.meta.update(origin(node), example_value=function(fake_value(condition)))
     node.graph.erase_node(node)
-    return kept, node.args[1] if len(node.args) > 1 else UNNAMED
+    words = node.args[-1] if len(node.args) > 1 else UNNAMED
+    return kept, Assertion(words, error)
 
 
-def number_taken(node: fx.Node) -> tuple[fx.Node, str] | None:
+def number_taken(node: fx.Node) -> tuple[fx.Node, Assertion] | None:
     """Of a number that is read from a tensor, where the rest of the program needs one that is known (its mask has to be
     as long as the sequence): that it is this one, which takes its place."""
     counts = node.target is torch.arange
@@ -83,7 +97,7 @@ def number_taken(node: fx.Node) -> tuple[fx.Node, str] | None:
         node.args, node.kwargs = (number,), {name: x for name, x in node.kwargs.items() if name not in COUNTED}
     for user in [] if counts else list(node.users):
         user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda x: number if x is node else x)
-    return condition, words
+    return condition, Assertion(words)
 
 
 def counted_to(node: fx.Node) -> Any:
@@ -126,7 +140,7 @@ def as_tensor(number: Any, before: fx.Node) -> Any:
 
 def asserted_only(number: fx.Node) -> bool:
     """Whether assertions alone are made of it, and branches that are traced as if they were taken."""
-    others = [user for user in number.users if user.target not in (ASSERT_SCALAR, decides)]
+    others = [user for user in number.users if user.target not in (ASSERT_SCALAR, decides, raises)]
     return all(holds_number(user) and asserted_only(user) for user in others)
 
 
@@ -141,15 +155,18 @@ def reads_numbers(gm: fx.GraphModule) -> bool:
 
 
 class Asserted:
-    """`run`, whose last outputs are conditions, in `words`. Raises RuntimeError where one does not hold, as a graph of
-    torch's does: on a GPU some time later."""
+    """`run`, whose last outputs are the conditions of `assertions`. Raises where one does not hold: what the program
+    raises; of an `assert` a RuntimeError, as a graph of torch's does: on a GPU some time later."""
 
-    def __init__(self, run: Callable[..., Any], words: Sequence[str]) -> None:
-        self.run, self.words = run, words
+    def __init__(self, run: Callable[..., Any], assertions: Sequence[Assertion]) -> None:
+        self.run, self.assertions = run, assertions
 
     def __call__(self, *inputs: Any) -> Any:
         outputs = self.run(*inputs)
-        kept = len(outputs) - len(self.words)
-        for condition, words in zip(outputs[kept:], self.words, strict=True):
-            ASSERT_TENSOR[-1](condition, words)
+        kept = len(outputs) - len(self.assertions)
+        for condition, assertion in zip(outputs[kept:], self.assertions, strict=True):
+            if assertion.error is None:
+                ASSERT_TENSOR[-1](condition, assertion.words)
+            elif not condition:
+                raise assertion.error(assertion.words)
         return outputs[:kept]

@@ -4,6 +4,7 @@
     rows = where(mask)[0]
     assert lengths.max().item() <= n
     if mask.any(): ...
+    if (ids < 0).any(): raise ValueError("ids")
 
 For backends that ask for it Dynamo traces a function that breaks so once more, with such sizes as symbols, for which
 it has settings, and with branches as if they were taken. What is made of them is taken out of the graph again
@@ -44,6 +45,7 @@ from ringopt.torch_compat.dynamo_branches import (
     JUMP_BREAK,
     branches_and_loops,
     places_taken,
+    raises,
     takes_branches,
 )
 
@@ -155,7 +157,7 @@ def trace_with_sizes(gm: fx.GraphModule, ranks: int) -> list[Predicated]:
     """To be called first in a marked backend: has Dynamo trace the frame again where `gm`, for several ranks, ends at a
     size. Returns the branches that it has, of which `gm` is changed."""
     again, broken, frame = _settings.off(), break_reason(gm), frame_being_compiled()
-    branches, loops = branches_and_loops()
+    branches, loops, raised = branches_and_loops()
     gm.meta[WHY_LEFT] = _why_left.get(frame)
     reason, where = str(getattr(broken, "reason", "")), str(getattr(broken, "user_stack", ())[-1:])
     kind = next((kind for kind in (*SIZES_BREAK, *JUMP_BREAK, NUMBER_BREAK) if reason.startswith(kind)), None)
@@ -165,6 +167,8 @@ def trace_with_sizes(gm: fx.GraphModule, ranks: int) -> list[Predicated]:
     in_vain = getattr(broken, "graph_break", False) and where == _tried.get(frame)  # it ends there all the same
     now = write_out(gm) if again else None
     try:
+        if any(node.target is raises for node in gm.graph.nodes):
+            raise NotPredicable("raises an error by a number that is read for more than that", raised)
         found = predicated(gm, branches, loops, now) if now is not None and not in_vain else []
     except NotPredicable as problem:
         _why_left[frame] = f"a branch {problem}"
