@@ -96,9 +96,9 @@ class TraceOtherwise(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis
 
 
 # How Dynamo's reasons begin where it ends a graph at a size, or a number, that data decide.
-SIZES_BREAK = ("Data dependent operator", "Dynamic shape operator")
+ONLY_SIZES = "Attempted to call torch in-graph function on only torch.SymInt arguments"
+SIZES_BREAK = ("Data dependent operator", "Dynamic shape operator", ONLY_SIZES)
 NUMBER_BREAK = "Unsupported Tensor.item() call"
-
 
 # As it writes a < b and its like, of tensors and of numbers.
 COMPARISONS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)

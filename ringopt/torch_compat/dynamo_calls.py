@@ -15,10 +15,13 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import AutogradFunctionVariable, CellVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ringopt.torch_compat.dynamo import TraceOtherwise, forget
 
-__all__ = ["in_the_place_of_apply", "in_the_place_of_calls", "not_traced"]
+__all__ = ["in_the_place_of_apply", "in_the_place_of_calls", "not_traced", "with_known_sizes"]
 
 APPLIED: dict[type, Callable[..., Any]] = {}
 
@@ -89,6 +92,34 @@ def in_the_place_of_calls(first: Callable[..., Any], second: Callable[..., Any],
         return made
 
     kind.call_function, convert_frame.trace_frame = called, traced
+
+
+def with_known_sizes(function: Callable[..., Any], when: Callable[[], bool]) -> None:
+    """From here on, where a program calls `function` with numbers alone, `when` it is to be so, the graph is for these
+    sizes alone: Dynamo knows what comes of it. A tensor of an open size has a number that Dynamo does not know."""
+    kind: Any = TorchInGraphFunctionVariable
+    call = kind.call_function
+
+    @wraps(call)
+    def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value is function and when() and all(map(is_number, args)):
+            args = [VariableTracker.build(tx, plain_number(arg)) for arg in args]
+        return call(self, tx, args, kwargs)
+
+    kind.call_function = called
+
+
+def is_number(argument: Any) -> bool:
+    """Whether Dynamo knows a number, or that it is made of sizes."""
+    found = argument.realize()
+    size = isinstance(found, SymNodeVariable) and not free_unbacked_symbols(found.sym_num)
+    return size or (found.is_python_constant() and isinstance(found.as_python_constant(), (int, float)))
+
+
+def plain_number(argument: Any) -> int | float:
+    """Its number, to which the graph is bound from here on."""
+    found = argument.realize()
+    return found.evaluate_expr() if isinstance(found, SymNodeVariable) else found.as_python_constant()
 
 
 def plain_locals(tx: Any) -> dict[str, Any]:

@@ -9,9 +9,16 @@ import pytest
 import torch
 from torch._dynamo import convert_frame
 from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
+from ringopt.torch_compat import dynamo
 from ringopt.torch_compat.dynamo import TorchDynamoException
-from ringopt.torch_compat.dynamo_calls import in_the_place_of_apply, in_the_place_of_calls, not_traced
+from ringopt.torch_compat.dynamo_calls import (
+    in_the_place_of_apply,
+    in_the_place_of_calls,
+    not_traced,
+    with_known_sizes,
+)
 from tests.torch_compat.test_dynamo import looking
 
 
@@ -38,6 +45,25 @@ def test_another_function_is_traced_in_the_place_of_apply() -> None:
     torch.testing.assert_close(compiled(x), 3 * x.sin())
     torch.testing.assert_close(Doubled.apply(x), 2 * x)
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_what_comes_of_a_size_is_known(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+    """A graph for each length; otherwise one has breaks."""
+    monkeypatch.setattr(TorchInGraphFunctionVariable, "call_function", TorchInGraphFunctionVariable.call_function)
+    with_known_sizes(torch.div, lambda: known)
+    torch._dynamo.reset()
+    graphs = list[Any]()
+
+    def chunks(x: torch.Tensor) -> torch.Tensor:
+        count = torch.div(x.shape[0], 4, rounding_mode="trunc") - 1
+        return x.view(count + 1, 4) + torch.div(x.sum(), 2)
+
+    run = torch.compile(chunks, backend=looking(graphs.append), dynamic=True)
+    for n in (16, 24):
+        x = torch.arange(float(n))
+        torch.testing.assert_close(run(x), chunks(x))
+    assert (len(graphs) == 2 and not any(dynamo.break_reason(gm).graph_break for gm in graphs)) == known
 
 
 def test_two_calls_are_traced_as_other_functions_or_neither() -> None:

@@ -20,6 +20,7 @@ from types import CodeType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 import torch.distributed as dist
 import torch.fx as fx
 
@@ -48,6 +49,7 @@ from ringopt.torch_compat.dynamo_branches import (
     raises,
     takes_branches,
 )
+from ringopt.torch_compat.dynamo_calls import with_known_sizes
 
 log = logger(__name__)
 
@@ -150,6 +152,7 @@ def teach_sizes() -> None:
     """Has Dynamo do so, for all marked backends."""
     _settings.install()
     takes_branches(takes, looked_for, MOST_TURNS, leaves_long_loops)
+    with_known_sizes(torch.div, lambda: _settings.are_on)  # Longformer's number of chunks
     goes_on_behind_breaks(takes_sizes, say_that_breaks_end)
 
 
