@@ -22,9 +22,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ringopt.torch_compat.dynamo import COMPARISONS
 from ringopt.torch_compat.dynamo_bytecode import (
-    ASSERTION,
     end_of_or,
-    following,
+    is_assertion,
     jumps_by_truth,
     live_at,
     may_catch,
@@ -33,7 +32,8 @@ from ringopt.torch_compat.dynamo_bytecode import (
 )
 
 __all__ = [
-    "JUMP_BREAK", "Branch", "RowLoop", "branches_and_loops", "decides", "places_taken", "raises", "takes_branches",
+    "ERRORS", "JUMP_BREAK", "Branch", "RowLoop", "branches_and_loops", "decides", "places_taken", "raises",
+    "takes_branches",
 ]  # fmt: skip
 
 JUMP_BREAK = ("Data-dependent branching", "generic_jump")  # how Dynamo's reasons begin where it ends a graph at one
@@ -106,8 +106,11 @@ def decides(condition: Any) -> None:
     """Stands in the graph for a branch or a loop, so that Dynamo keeps what decides, and what is there without it."""
 
 
+ERRORS: dict[str, type[Exception]] = {}  # by the names that they have in a graph
+
+
 def raises(condition: Any, when: bool, error: str, words: str) -> None:
-    """Stands in the graph for a branch that raises an error of Python's, where `condition` has the truth `when`."""
+    """Stands in the graph for a branch that raises an error, one of ERRORS, where `condition` has the truth `when`."""
 
 
 def trace_of(tx: Any) -> Trace:
@@ -185,7 +188,7 @@ def before(tx: Any, instruction: Any) -> None:
         loop, turn = loop_at(trace, tx.stack[-1])
         if loop is not None and turn < loop.turns:
             trace.open.append(Begun(trace, tx, Branch(loop, turn, loop.place, innermost(trace)), [instruction]))
-    elif jumps_by_truth(instruction) and following(tx, instruction).opname not in ASSERTION:
+    elif jumps_by_truth(instruction) and not is_assertion(tx, instruction):
         known, place = known_truth(tx.stack[-1].realize()), (tx.f_code, instruction.offset)
         if known is None:
             known = goes_on(tx, instruction, trace)
@@ -217,7 +220,9 @@ def goes_on(tx: Any, jump: Any, trace: Trace) -> bool | None:
         if may_catch(frame, found.error):
             return None
         frame = getattr(frame, "parent", None)
-    asserted = (fx.Proxy(condition, tx.output.current_tracer), found.when, found.error.__name__, found.words)
+    name = f"{found.error.__module__}.{found.error.__qualname__}"
+    ERRORS[name] = found.error
+    asserted = (fx.Proxy(condition, tx.output.current_tracer), found.when, name, found.words)
     tx.output.create_proxy("call_function", raises, asserted, {})
     trace.raised.add((tx.f_code, jump.offset))
     return not found.when

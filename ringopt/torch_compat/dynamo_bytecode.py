@@ -12,10 +12,11 @@ from torch._dynamo.bytecode_analysis import HASFREE, HASLOCAL, JUMP_OPCODES, TER
 from torch._dynamo.variables.ctx_manager import GenericContextWrappingVariable
 
 __all__ = [
-    "ASSERTION", "Raise", "end_of_or", "following", "jumps_by_truth", "live_at", "may_catch", "raised_by", "way_to_go",
+    "Raise", "end_of_or", "following", "is_assertion", "jumps_by_truth", "live_at", "may_catch", "raised_by",
+    "way_to_go",
 ]  # fmt: skip
 
-ASSERTION = ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT")  # Dynamo keeps assertions
+ASSERTION = ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT")  # the error of an assertion
 
 
 def jumps_by_truth(instruction: Any) -> bool:
@@ -68,8 +69,8 @@ def leads_on(instruction: Any, truth: str) -> bool:
 # ---- errors ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Raise:
-    """One way of a jump that does nothing but to raise `error(words)`, one of Python's own errors, taken where what
-    decides has the truth `when`. Of an f-string only what is known as it is written is in `words`."""
+    """One way of a jump that does nothing but to raise `error(words)`, taken where what decides has the truth `when`.
+    Of an f-string only what is known as it is written is in `words`."""
 
     when: bool
     error: type[Exception]
@@ -95,7 +96,10 @@ def raise_at(tx: Any, start: Any) -> tuple[type[Exception], str] | None:
         name = each.opname
         if name == "RAISE_VARARGS":
             error = named_error(tx, names[0]) if names and each.arg == 1 else None
-            return (error, "".join(words)) if error is not None else None
+            return (error, "".join(words)) if error is not None and says_words(error) else None
+        if name in ASSERTION:
+            names.append(AssertionError.__name__)
+            continue
         if not name.startswith(BUILDS):
             return None
         if name == "LOAD_GLOBAL":
@@ -117,10 +121,20 @@ BUILDS = (  # how the instructions begin that make an error and its words
 
 
 def named_error(tx: Any, name: str) -> type[Exception] | None:
-    """The error that a name stands for, if it is one of Python's own."""
+    """The error that a name stands for."""
     found = tx.f_globals.get(name, getattr(builtins, name, None))
-    own = isinstance(found, type) and issubclass(found, Exception) and getattr(builtins, found.__name__, None) is found
-    return found if own else None
+    return found if isinstance(found, type) and issubclass(found, Exception) else None
+
+
+def says_words(error: type[Exception]) -> bool:
+    """Whether an error is made of its words, as those of Python are, and those that add nothing to them."""
+    own = [vars(kind) for kind in error.__mro__ if kind.__module__ != builtins.__name__]
+    return not any("__init__" in names or "__new__" in names for names in own)
+
+
+def is_assertion(tx: Any, jump: Any) -> bool:
+    """Whether it is the jump of an `assert` that Dynamo keeps: of `assert x`, and not of `assert not x`."""
+    return following(tx, jump).opname in ASSERTION and str(jump.opname).endswith("IF_TRUE")
 
 
 def may_catch(tx: Any, error: type[Exception]) -> bool:

@@ -14,6 +14,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 
 from ringopt.torch_compat import dynamo
 from ringopt.torch_compat.dynamo_branches import (
+    ERRORS,
     JUMP_BREAK,
     Branch,
     RowLoop,
@@ -149,17 +150,21 @@ def test_one_in_another_says_so() -> None:
 
 
 class OwnError(ValueError):
-    """Of a program, not of Python."""
+    """Which is made of more than its words."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(words, 1)
 
 
-def test_an_error_of_pythons_stands_in_the_graph() -> None:
+def test_an_error_stands_in_the_graph() -> None:
     def program(x: torch.Tensor) -> torch.Tensor:
         if x.sum() > 0:
             raise ValueError("no")
         return x
 
     (noted,) = trace(program, torch.ones(3)).find_nodes(op="call_function", target=raises)
-    assert noted.args[0].target in ("gt", operator.gt) and noted.args[1:] == (True, "ValueError", "no")
+    assert noted.args[0].target in ("gt", operator.gt) and noted.args[1:] == (True, "builtins.ValueError", "no")
+    assert ERRORS["builtins.ValueError"] is ValueError
     assert found[-1] == ([], []) and not places_taken()
 
 

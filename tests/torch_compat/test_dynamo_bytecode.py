@@ -10,10 +10,10 @@ import pytest
 from torch._dynamo.bytecode_transformation import cleaned_instructions
 
 from ringopt.torch_compat.dynamo_bytecode import (
-    ASSERTION,
     Raise,
     end_of_or,
     following,
+    is_assertion,
     jumps_by_truth,
     live_at,
     may_catch,
@@ -98,15 +98,24 @@ def test_names_that_are_read_later() -> None:
     assert live_at(tx.instructions, jump) == {"b", "c"} and live_at(tx.instructions, jump.target) == {"b"}
 
 
-def test_an_assertion_is_known_by_what_follows_its_jump() -> None:
+@pytest.mark.parametrize("condition, kept", [("a", True), ("not a", False)])
+def test_assertions_that_dynamo_keeps_and_others(condition: str, kept: bool) -> None:
     space: dict[str, Any] = {}
-    exec("def program(a):\n    assert a", space)  # which pytest does not rewrite
+    exec(f"def program(a):\n    assert {condition}, 'words'", space)  # which pytest does not rewrite
     tx, (jump,) = frame(space["program"])
-    assert following(tx, jump).opname in ASSERTION
+    assert is_assertion(tx, jump) == kept
+    assert raised_by(tx, jump) == Raise(not kept, AssertionError, "words")
 
 
-class Other(ValueError):
-    """No error of Python's own."""
+class OtherError(ValueError):
+    """Of a program."""
+
+
+class NumberedError(ValueError):
+    """Which is made of more than its words."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(words, 1)
 
 
 def raising(a: Any, b: Any, c: Any) -> Any:
@@ -117,7 +126,9 @@ def raising(a: Any, b: Any, c: Any) -> Any:
     if c:
         raise TypeError(f"{a!r:>4} of {b} is none")
     if a:
-        raise Other("its own")
+        raise OtherError("its own")
+    if a:
+        raise NumberedError("numbered")
     if b:
         raise ValueError("a" if a else "b")
     if c:
@@ -128,10 +139,15 @@ def raising(a: Any, b: Any, c: Any) -> Any:
 
 def test_which_jumps_lead_to_an_error_alone() -> None:
     tx, jumps = frame(raising)
-    key, of = Raise(False, KeyError, ""), Raise(True, TypeError, "... of ... is none")
     found = [raised_by(tx, jump) for jump in jumps]
-    assert found[:4] == [Raise(True, ValueError, "a is there"), key, Raise(True, KeyError, ""), of]
-    assert found[4:] == [None] * len(found[4:])
+    assert found[:5] == [
+        Raise(True, ValueError, "a is there"),
+        Raise(False, KeyError, ""),
+        Raise(True, KeyError, ""),
+        Raise(True, TypeError, "... of ... is none"),
+        Raise(True, OtherError, "its own"),
+    ]
+    assert found[5:] == [None] * len(found[5:]) and len(found) > 7
 
 
 def handled(a: Any, b: Any, c: Any) -> Any:

@@ -13,7 +13,6 @@ is known where the rest of the program needs as many: Dynamo asserts it.)
 
 from __future__ import annotations
 
-import builtins
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from ringopt.frontend.data_sizes.fake_values import OPEN, fake_value, is_unknown
 from ringopt.ir.nodes import origin
 from ringopt.ir.symbolic_sizes import plain, same
 from ringopt.torch_compat.dynamo import COMPARISONS
-from ringopt.torch_compat.dynamo_branches import decides, raises
+from ringopt.torch_compat.dynamo_branches import ERRORS, decides, raises
 from ringopt.torch_compat.operators import ASSERT_SCALAR, ASSERT_TENSOR
 
 MEANT_ALIKE = (  # of a number and of the tensor that it is the element of
@@ -67,7 +66,7 @@ def taken(node: fx.Node) -> tuple[fx.Node, Assertion] | None:
         condition = as_tensor(node.args[0], node)
     if not isinstance(condition, fx.Node) or not isinstance(fake_value(condition), torch.Tensor):
         return None
-    error = getattr(builtins, node.args[2]) if node.target is raises else None
+    error = ERRORS[node.args[2]] if node.target is raises else None
     function = torch.logical_not if error is not None and node.args[1] else torch.clone  # which nobody writes to
     with node.graph.inserting_before(node):
         kept = node.graph.call_function(function, (condition,))

@@ -173,6 +173,18 @@ def test_models_of_other_classes_are_built_with_what_they_take() -> None:
     assert heard["input_values"].shape == (2, 4000)
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v3", "t5"])
+def test_classifiers_are_given_texts_that_end(kind: str) -> None:
+    """Also where a decoder reads the text; and experts, whose grouped products take no float64 there."""
+    pytest.importorskip("transformers")
+    from ringopt.tools.benchmarks.models.tiny_transformers import build_auto
+
+    model, given = build_auto("AutoModelForSequenceClassification", kind)
+    ends = given["input_ids"][:, -1].tolist()
+    assert list(given) == ["input_ids"] and ends == [model.config.eos_token_id] * 2
+    assert model.config.pad_token_id == 0
+
+
 @pytest.mark.parametrize(
     ("kind", "stages", "taken"),
     [

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringopt.tools.benchmarks.models.first_that_fits import first_that_fits
-from ringopt.tools.benchmarks.models.tiny_configs import PLACES
+from ringopt.tools.benchmarks.models.tiny_configs import IDS, PLACES
 from ringopt.torch_compat.pytree import tree_leaves
 
 Given = dict[str, Any]
@@ -31,8 +31,9 @@ WANTED = (
 )  # fmt: skip
 
 
-def auto_arguments(model: Any, labels: bool) -> Given:
-    """The first that the model takes, with the tokens as labels where it has some and `labels` says so."""
+def auto_arguments(model: Any, labels: bool, ends: bool = False) -> Given:
+    """The first that the model takes, with the tokens as labels where it has some and `labels` says so. `ends`: a text
+    has a token for its end, where a classifier looks, and a decoder reads it too."""
     parameters = inspect.signature(model.forward).parameters
     forms = {}
     for parameter in parameters.values():
@@ -40,6 +41,9 @@ def auto_arguments(model: Any, labels: bool) -> Given:
         found = _forms_of(parameter.name, model, needed or parameter.name == model.main_input_name)
         if found:
             forms[parameter.name] = found
+    if ends and "input_ids" in forms:
+        forms.pop("decoder_input_ids", None)
+        forms["input_ids"][0][:, -1] = size(model.config, "eos_token_id", IDS["eos_token_id"])
     given = first_that_fits(model, forms, lambda chosen: _with_places(model, chosen))
     if labels and "labels" in parameters:
         given["labels"] = given.get("decoder_input_ids", given.get("input_ids"))

@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from ringopt.tools.benchmarks.models.auto_arguments import auto_arguments, parts_of
-from ringopt.tools.benchmarks.models.tiny_configs import PLACES, VOCABULARY, tiny
+from ringopt.tools.benchmarks.models.tiny_configs import IDS, PLACES, VOCABULARY, tiny
 
 BATCH, LENGTH = 2, 64
 LABELLED = r"LM$|TextToText|Seq2Seq"  # classes whose labels are tokens
@@ -49,8 +49,12 @@ def build_tiny(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 def build_auto(mapping: str, kind: str) -> tuple[nn.Module, dict[str, Any]]:
     """The same with arguments found by trial. Raises ValueError where the rules find none."""
-    model = _built(mapping, _configured(kind))
-    return model, auto_arguments(model, labels=bool(re.search(LABELLED, mapping)))
+    config, classifies = _configured(kind), "SequenceClassification" in mapping
+    for name in ("pad_token_id", "decoder_start_token_id"):  # of which a classifier asks
+        if classifies and getattr(config, name, None) is None:
+            setattr(config, name, IDS[name])
+    model, labels = _built(mapping, config), bool(re.search(LABELLED, mapping))
+    return model, auto_arguments(reference_of(model), labels, classifies)
 
 
 def _configured(kind: str) -> Any:
