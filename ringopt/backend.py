@@ -35,6 +35,7 @@ from ringopt.frontend.higher_order.associative_scan import (
     keeps_associative_scans,
     trace_as_written,
 )
+from ringopt.frontend.interpolation import copy_where_sizes_stay
 from ringopt.frontend.open_floats import left_open
 from ringopt.ir.checkpoint_regions import police, tags_of
 from ringopt.ir.nodes import op_name, readable_name
@@ -87,6 +88,7 @@ def ring(
     """
     chosen = with_defaults(options)
     mesh = mesh_for(chosen, example_inputs)
+    copy_where_sizes_stay(gm)
     asserted = take_assertions(gm)
     conditions = take_conditions(gm, trace_with_sizes(gm, mesh.size))
     names = [readable_name(node.name) for node in gm.graph.find_nodes(op="placeholder")]

@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.dims.op_families import TRANSPOSED_CONVOLUTIONS
-from ringopt.ir.nodes import named, op_name, shape_of
+from ringopt.ir.nodes import arguments_of, named, op_name, shape_of
 from ringopt.ir.placement import Sharded
 from ringopt.ir.symbolic_sizes import is_open
 from ringopt.ops.fetch_rows import Wanted, window_rows
@@ -29,11 +29,12 @@ aten = torch.ops.aten
 
 
 def nearest(sharder: Sharder, node: fx.Node) -> bool:
-    """Twice, four times, ... as many of each dim, which torch finds by multiplying with 1/2, 1/4, ...: no rounding."""
+    """Twice, four times, ... as many of each dim, which torch finds by multiplying with 1/2, 1/4, ...: no rounding. (By
+    a scale factor of 2.1 it finds others, though there may be twice as many.)"""
     x, moving = node.args[0], int(op_name(node)[-2])
     place, before, after = sharder.placements[x], shape_of(x)[-moving:], shape_of(node)[-moving:]
     times = [new // old for old, new in zip(before, after, strict=True)]
-    exact = all(old * n == new for old, n, new in zip(before, times, after, strict=True))
+    exact = all(old * n == new for old, n, new in zip(before, times, after, strict=True)) and by(node) in ([], times)
     if place is None or not exact or any(n & (n - 1) for n in times):
         return False
     first, step, y = len(shape_of(x)) - moving, Steps(sharder, node), sharder.values[x]
@@ -42,6 +43,12 @@ def nearest(sharder: Sharder, node: fx.Node) -> bool:
             place = replace(place, inner=place.inner * n) if dim == place.dim else place
             y = step(aten.repeat_interleave.self_int, y, n, dim, placement=place)
     return step.done(y, place)
+
+
+def by(node: fx.Node) -> list[float]:
+    """The scale factors that are given."""
+    given = [value for name, value in arguments_of(node).items() if name.startswith("scale") and value is not None]
+    return [factor for value in given for factor in (value if isinstance(value, (list, tuple)) else [value])]
 
 
 def transposed(sharder: Sharder, node: fx.Node) -> bool:

@@ -102,6 +102,13 @@ def test_pictures(name):
         assert verdict.report.sharded_fraction == 1.0
 
 
+@pytest.mark.parametrize("factor", [2.0, 2.01, 1.01])
+def test_neighbours_by_a_scale_factor(factor):
+    """By 2.01 there are twice as many, and by 1.01 as many as there were, and some come of other rows."""
+    verdict = validate(2, Between(nn.Upsample(scale_factor=factor)), given(2, C, 64))
+    assert not verdict.wrong, verdict.wrong
+
+
 def test_rows_left_and_right_are_kept_apart():
     """A vocoder cuts what its transposed convolutions make too much."""
 

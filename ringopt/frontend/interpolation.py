@@ -1,0 +1,51 @@
+"""Interpolation to the size that there is: torch's kernels for the CPU copy, whatever the scale factor.
+
+    F.interpolate(x, scale_factor=1.01, mode="bilinear")   ->   clone(x)      # where that has the shape of x
+
+What a compiler writes for it moves rows by the scale factor, as between other sizes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx as fx
+import torch.nn.functional as F
+
+from ringopt.frontend.data_sizes.fake_values import fake_value
+from ringopt.ir.symbolic_sizes import same
+
+COPIED = (("linear", 3), ("bilinear", 4), ("trilinear", 5), ("nearest", 4))  # by mode and dims; not all that could be
+MODE = 3  # the place of the mode among the arguments
+
+
+def copy_where_sizes_stay(gm: fx.GraphModule) -> None:
+    """Rewrites Dynamo's graph, and those in it."""
+    for part in gm.modules():
+        found = [node for node in part.graph.nodes if is_copy(node)] if isinstance(part, fx.GraphModule) else []
+        for node in found:
+            value = fake_value(node)
+            order = torch.contiguous_format if value.is_contiguous() else torch.preserve_format
+            node.target, node.args, node.kwargs = torch.clone, (operand(node),), {"memory_format": order}
+        if found:
+            part.recompile()
+
+
+def is_copy(node: fx.Node) -> bool:
+    """Whether a CPU gives what the node is given."""
+    if node.target is not F.interpolate or not isinstance(fake_value(node), torch.Tensor):
+        return False
+    before, after = fake_value(operand(node)), fake_value(node)
+    mode = node.args[MODE] if len(node.args) > MODE else node.kwargs.get("mode", "nearest")
+    stays = all(same(*sizes) for sizes in zip(before.shape, after.shape, strict=True))
+    return stays and (mode, before.dim()) in COPIED and before.device.type == "cpu" and not smooths(node)
+
+
+def smooths(node: fx.Node) -> bool:
+    """Whether it is told to smooth what it makes smaller, which moves rows too."""
+    return bool(node.kwargs.get("antialias")) or len(node.args) > MODE + 3
+
+
+def operand(node: fx.Node) -> fx.Node:
+    """What is interpolated."""
+    found: fx.Node = node.args[0] if node.args else node.kwargs["input"]
+    return found
