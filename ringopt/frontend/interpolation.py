@@ -11,7 +11,6 @@ import torch
 import torch.fx as fx
 import torch.nn.functional as F
 
-from ringopt.frontend.data_sizes.fake_values import fake_value
 from ringopt.ir.symbolic_sizes import same
 
 COPIED = (("linear", 3), ("bilinear", 4), ("trilinear", 5), ("nearest", 4))  # by mode and dims; not all that could be
@@ -23,8 +22,8 @@ def copy_where_sizes_stay(gm: fx.GraphModule) -> None:
     for part in gm.modules():
         found = [node for node in part.graph.nodes if is_copy(node)] if isinstance(part, fx.GraphModule) else []
         for node in found:
-            value = fake_value(node)
-            order = torch.contiguous_format if value.is_contiguous() else torch.preserve_format
+            plain = node.meta["example_value"].is_contiguous()
+            order = torch.contiguous_format if plain else torch.preserve_format
             node.target, node.args, node.kwargs = torch.clone, (operand(node),), {"memory_format": order}
         if found:
             part.recompile()
@@ -32,9 +31,10 @@ def copy_where_sizes_stay(gm: fx.GraphModule) -> None:
 
 def is_copy(node: fx.Node) -> bool:
     """Whether a CPU gives what the node is given."""
-    if node.target is not F.interpolate or not isinstance(fake_value(node), torch.Tensor):
+    after = node.meta.get("example_value")
+    if node.target is not F.interpolate or not isinstance(after, torch.Tensor):
         return False
-    before, after = fake_value(operand(node)), fake_value(node)
+    before = operand(node).meta["example_value"]
     mode = node.args[MODE] if len(node.args) > MODE else node.kwargs.get("mode", "nearest")
     stays = all(same(*sizes) for sizes in zip(before.shape, after.shape, strict=True))
     return stays and (mode, before.dim()) in COPIED and before.device.type == "cpu" and not smooths(node)
