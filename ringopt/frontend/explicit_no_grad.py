@@ -14,6 +14,8 @@ have kept the numbers that it writes over.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 import torch.fx as fx
 
@@ -38,6 +40,7 @@ class ExplicitDetach:
         self.taught: set[int] = set()  # memory that a value with a gradient was written to
         self.known: set[int] = set()  # memory of which some value carries a gradient
         self.read: set[int | None] = set()  # memory that a value with a gradient was computed from
+        self.sharing = Counter[int | None]()  # how many values so far lie in a memory
         self.inputs = set(map(storage, graph.find_nodes(op="placeholder")))
         self.detached: dict[fx.Node, fx.Node] = {}
 
@@ -89,10 +92,22 @@ class ExplicitDetach:
         if self.given[node] and memory is not None:
             self.known.add(memory)
         shared = [arg for arg in targets if memory is not None and storage(arg) == memory]
-        if op_name(node) == "detach" and is_let_go(node.args[0]):
+        if op_name(node) == "detach" and self.is_let_go(node.args[0]):
             node.meta[LET_GO] = True
         elif shared and (op_name(node) in CUTS or self.cut.intersection(shared)):
             self.cut.add(node)
+        self.sharing[memory] += 1
+
+    def is_let_go(self, x: fx.Node) -> bool:
+        """Whether nothing else reads `x`, nor its memory, which the graph made: `table[ids].detach()`."""
+        memory, views = storage(x), 0
+        while x.op == "call_function" and len(x.users) == 1:
+            views += 1
+            viewed = [arg for arg in x.all_input_nodes if storage(arg) == memory]
+            if not viewed:
+                return views == self.sharing[memory]
+            x = viewed[0]
+        return False
 
     def check(self, node: fx.Node) -> None:
         """Notes a write that autograd does not see, to memory whose gradient it knows. Raises Unwritable where that may
@@ -116,16 +131,6 @@ class ExplicitDetach:
                     self.detached[arg] = self.graph.call_function(aten.detach.default, (arg,))
                 self.detached[arg].meta = {**arg.meta, VIEW_OF: 0}
             node.replace_input_with(arg, self.detached[arg])
-
-
-def is_let_go(x: fx.Node) -> bool:
-    """Whether nothing else reads `x`, which the graph made, nor what it is a view of: `table[ids].detach()`."""
-    while x.op == "call_function" and len(x.users) == 1:
-        viewed = [arg for arg in x.all_input_nodes if storage(arg) == storage(x)]
-        if not viewed:
-            return True
-        x = viewed[0]
-    return False
 
 
 def is_operand(node: fx.Node) -> bool:

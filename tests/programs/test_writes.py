@@ -125,6 +125,13 @@ def read_beside(m, x):
     return m.attention(x) + y.sum(-1, keepdim=True)
 
 
+def read_in_another_part(m, x):
+    y = m.side(x).detach() * 2
+    cut = y.chunk(2, 1)[0].detach()
+    cut += m.out(x)[:, : cut.shape[1], :3]
+    return m.attention(x) + y.sum() * cut.sum()
+
+
 def clamped(m, x):
     y = m.attention(x) + m.side(x).sum(-1, keepdim=True)
     m.side.weight.data.clamp_(-0.1, 0.1)
@@ -143,11 +150,15 @@ def clamped_in_no_grad(m, x):
     return m.attention(x) + y
 
 
+THROUGH_DETACH = "writes through detach to a value with a gradient"
+
+
 @pytest.mark.parametrize(
     "step, why, line",
     [
-        (clamped, "writes through detach to a value with a gradient", "m.side.weight.data.clamp_(-0.1, 0.1)"),
-        (read_beside, "writes through detach to a value with a gradient", "cut += m.out(x)[..., :3]"),
+        (clamped, THROUGH_DETACH, "m.side.weight.data.clamp_(-0.1, 0.1)"),
+        (read_beside, THROUGH_DETACH, "cut += m.out(x)[..., :3]"),
+        (read_in_another_part, THROUGH_DETACH, "cut += m.out(x)[:, : cut.shape[1], :3]"),
         (replaced, "gives a tensor the memory of another one", "m.side.weight.data = m.side.weight.data * 0.5"),
         (clamped_in_no_grad, "writes under no_grad to a value with a gradient", "y.clamp_(-0.1, 0.1)"),
     ],
