@@ -90,33 +90,47 @@ def raised_by(tx: Any, jump: Any) -> Raise | None:
 
 
 def raise_at(tx: Any, start: Any) -> tuple[type[Exception], str] | None:
-    """The error and its words, of `raise error(...)`, whose arguments call nothing that goes another way."""
-    names, words = list[str](), list[str]()
+    """The error and its words, of `raise error` and `raise error(words)`, where the words call nothing that goes
+    another way."""
+    path = list[Any]()
     for each in tx.instructions[tx.indexof[start] :]:
-        name = each.opname
-        if name == "RAISE_VARARGS":
-            error = named_error(tx, names[0]) if names and each.arg == 1 else None
-            return (error, "".join(words)) if error is not None and says_words(error) else None
-        if name in ASSERTION:
-            names.append(AssertionError.__name__)
-            continue
-        if not name.startswith(BUILDS):
+        if each.opname == "RAISE_VARARGS":
+            break
+        if not each.opname.startswith((*BUILDS, *ASSERTION)):
             return None
-        if name == "LOAD_GLOBAL":
-            names.append(each.argval)
-        elif name == "LOAD_CONST" and isinstance(each.argval, str):
+        path += [each] if each.opname not in NOTHING else []
+    else:
+        return None
+    error = raised_error(tx, path) if each.arg == 1 else None
+    return (error, words_in(path)) if error is not None else None
+
+
+def raised_error(tx: Any, path: list[Any]) -> type[Exception] | None:
+    """The error that is loaded first, if it is raised with one argument or none, and is made of its words."""
+    name = AssertionError.__name__ if path[0].opname in ASSERTION else path[0].argval
+    error = named_error(tx, name) if path[0].opname in ("LOAD_GLOBAL", *ASSERTION) else None
+    named = len(path) > 1 and path[1].opname in ("LOAD_ATTR", "LOAD_METHOD")
+    several = path[-1].opname.startswith("CALL") and path[-1].arg > 1
+    return error if error is not None and not named and not several and says_words(error) else None
+
+
+def words_in(path: list[Any]) -> str:
+    """The constant texts, with dots for what is filled in."""
+    words = list[str]()
+    for each in path:
+        if each.opname == "LOAD_CONST" and isinstance(each.argval, str):
             words.append(each.argval)
-        elif name.startswith("FORMAT"):
-            if name == "FORMAT_WITH_SPEC" or (name == "FORMAT_VALUE" and each.arg & 4):
+        elif each.opname.startswith("FORMAT"):
+            if each.opname == "FORMAT_WITH_SPEC" or (each.opname == "FORMAT_VALUE" and each.arg & 4):
                 words.pop()
             words.append("...")
-    return None
+    return "".join(words)
 
 
+NOTHING = ("NOP", "NOT_TAKEN", "EXTENDED_ARG", "PUSH_NULL", "PRECALL", "CACHE")
 BUILDS = (  # how the instructions begin that make an error and its words
     "LOAD_GLOBAL", "LOAD_CONST", "LOAD_FAST", "LOAD_DEREF", "LOAD_ATTR", "LOAD_METHOD", "LOAD_SMALL_INT", "FORMAT_",
-    "CONVERT_VALUE", "BUILD_", "BINARY_", "COMPARE_OP", "PUSH_NULL", "PRECALL", "CALL", "KW_NAMES", "NOP", "NOT_TAKEN",
-    "EXTENDED_ARG",
+    "CONVERT_VALUE", "BUILD_", "BINARY_", "COMPARE_OP", "CALL", "KW_NAMES", *NOTHING,
 )  # fmt: skip
 
 

@@ -129,6 +129,14 @@ def raising(a: Any, b: Any, c: Any) -> Any:
         raise OtherError("its own")
     if a:
         raise NumberedError("numbered")
+    if a:
+        raise OSError(2, "no file")
+    if a:
+        raise ValueError.a("of a class")
+    if a:
+        raise c(ValueError)
+    if a:
+        raise ValueError("a") from c
     if b:
         raise ValueError("a" if a else "b")
     if c:
@@ -147,7 +155,17 @@ def test_which_jumps_lead_to_an_error_alone() -> None:
         Raise(True, TypeError, "... of ... is none"),
         Raise(True, OtherError, "its own"),
     ]
-    assert found[5:] == [None] * len(found[5:]) and len(found) > 7
+    assert found[5:] == [None] * len(found[5:]) and len(found) > 11
+
+
+def shadowed(a: Any, ValueError: Any) -> None:
+    if a:
+        raise ValueError("another")
+
+
+def test_a_local_name_is_no_error_that_is_known() -> None:
+    tx, (jump,) = frame(shadowed)
+    assert raised_by(tx, jump) is None
 
 
 def handled(a: Any, b: Any, c: Any) -> Any:
