@@ -17,7 +17,7 @@ WIDTH = 8
 
 def held(x: torch.Tensor) -> torch.Tensor:
     if x.isnan().any():
-        raise ValueError("no number")
+        print("no number")
     return x
 
 
