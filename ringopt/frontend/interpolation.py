@@ -11,10 +11,10 @@ import torch
 import torch.fx as fx
 import torch.nn.functional as F
 
+from ringopt.ir.nodes import bound
 from ringopt.ir.symbolic_sizes import same
 
 COPIED = (("linear", 3), ("bilinear", 4), ("trilinear", 5), ("nearest", 4))  # by mode and dims; not all that could be
-MODE = 3  # the place of the mode among the arguments
 
 
 def copy_where_sizes_stay(gm: fx.GraphModule) -> None:
@@ -24,28 +24,18 @@ def copy_where_sizes_stay(gm: fx.GraphModule) -> None:
         for node in found:
             plain = node.meta["example_value"].is_contiguous()
             order = torch.contiguous_format if plain else torch.preserve_format
-            node.target, node.args, node.kwargs = torch.clone, (operand(node),), {"memory_format": order}
+            node.target, node.args, node.kwargs = torch.clone, (bound(node)["input"],), {"memory_format": order}
         if found:
             part.recompile()
 
 
 def is_copy(node: fx.Node) -> bool:
-    """Whether a CPU gives what the node is given."""
+    """Whether a CPU gives what the node is given: not where it smooths what it makes smaller, for that moves rows."""
     after = node.meta.get("example_value")
     if node.target is not F.interpolate or not isinstance(after, torch.Tensor):
         return False
-    before = operand(node).meta["example_value"]
-    mode = node.args[MODE] if len(node.args) > MODE else node.kwargs.get("mode", "nearest")
+    how = bound(node)
+    before = how["input"].meta["example_value"]
     stays = all(same(*sizes) for sizes in zip(before.shape, after.shape, strict=True))
-    return stays and (mode, before.dim()) in COPIED and before.device.type == "cpu" and not smooths(node)
-
-
-def smooths(node: fx.Node) -> bool:
-    """Whether it is told to smooth what it makes smaller, which moves rows too."""
-    return bool(node.kwargs.get("antialias")) or len(node.args) > MODE + 3
-
-
-def operand(node: fx.Node) -> fx.Node:
-    """What is interpolated."""
-    found: fx.Node = node.args[0] if node.args else node.kwargs["input"]
-    return found
+    copied = (how["mode"], before.dim()) in COPIED and before.device.type == "cpu"
+    return stays and copied and not how["antialias"]

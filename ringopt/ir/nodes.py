@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Iterator
@@ -152,6 +153,13 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     given = dict(zip([argument.name for argument in schema], node.args, strict=False))
     return {**defaults, **given, **node.kwargs}
+
+
+def bound(node: fx.Node) -> dict[str, Any]:
+    """Arguments by the names of the Python function that a node calls, its defaults included."""
+    given = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+    given.apply_defaults()
+    return dict(given.arguments)
 
 
 def module_path(node: fx.Node) -> str:

@@ -196,7 +196,8 @@ def raised_again(tx: Any, place: int, error: type[Exception]) -> Any:
         dropped = each.opname == "POP_EXCEPT" and not is_raised_again(following(tx, each))
         if dropped or each.opcode in (*JUMP_OPCODES, *TERMINAL_OPCODES):
             return None
-        names += [each.argval] if each.opname == "LOAD_GLOBAL" else []
+        if each.opname.startswith("LOAD_"):
+            names.append(each.argval if each.opname == "LOAD_GLOBAL" else "")  # of others it is not known what they are
         place += 1
     return None
 

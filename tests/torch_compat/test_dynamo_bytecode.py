@@ -192,6 +192,15 @@ def caught(a: Any, b: Any, c: Any) -> Any:
     return c
 
 
+def caught_by_another_name(a: Any, b: Any, c: Any) -> Any:
+    try:
+        if a:
+            raise ValueError
+    except (KeyError, b):
+        c = b
+    return c
+
+
 def suppressed(a: Any, b: Any, c: Any) -> Any:
     with b:
         if a:
@@ -209,9 +218,10 @@ def given_up(a: Any, b: Any, c: Any) -> Any:
     return c
 
 
-@pytest.mark.parametrize(
-    "program, may", [(raising, False), (handled, False), (caught, True), (suppressed, True), (given_up, True)]
-)
+CATCHING = [caught, caught_by_another_name, suppressed, given_up]
+
+
+@pytest.mark.parametrize("program, may", [(raising, False), (handled, False), *((each, True) for each in CATCHING)])
 def test_whether_a_frame_may_catch_an_error(program: Callable[..., Any], may: bool) -> None:
     tx, jumps = frame(program)
     tx.current_instruction = next(jump for jump in jumps if jump.argval is not None and raised_by(tx, jump))

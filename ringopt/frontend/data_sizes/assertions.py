@@ -1,8 +1,8 @@
 """What a program asserts of its data, asked behind its graph.
 
     assert lengths.max().item() <= n      ->      outputs + [lengths.max() <= n]     # and held after the call
-    assert mask.any()                     ->      outputs + [mask.any()]
-    if mask.all(): raise ValueError("")   ->      outputs + [~mask.all()]
+    assert mask.any()                     ->      outputs + [mask.any() != 0]
+    if mask.all(): raise ValueError("")   ->      outputs + [mask.all() == 0]
     torch.arange(lengths.max())           ->      torch.arange(n), outputs + [lengths.max() == n]
 
 Passes keep what outputs are made of, and drop assertions: so the conditions become outputs, of which every rank has the
@@ -67,10 +67,10 @@ def taken(node: fx.Node) -> tuple[fx.Node, Assertion] | None:
     if not isinstance(condition, fx.Node) or not isinstance(fake_value(condition), torch.Tensor):
         return None
     error = ERRORS[node.args[2]] if node.target is raises else None
-    function = torch.logical_not if error is not None and node.args[1] else torch.clone  # which nobody writes to
+    function = operator.eq if error is not None and node.args[1] else operator.ne  # which have no gradient
     with node.graph.inserting_before(node):
-        kept = node.graph.call_function(function, (condition,))
-    kept.meta.update(origin(node), example_value=function(fake_value(condition)))
+        kept = node.graph.call_function(function, (condition, 0))
+    kept.meta.update(origin(node), example_value=function(fake_value(condition), 0))
     node.graph.erase_node(node)
     words = node.args[-1] if len(node.args) > 1 else UNNAMED
     return kept, Assertion(words, error)

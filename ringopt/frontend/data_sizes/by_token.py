@@ -11,7 +11,6 @@ is summed then has the sizes of the mask, 0 for tokens that were not picked.
 
 from __future__ import annotations
 
-import inspect
 import operator
 from math import prod
 from typing import Any
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringopt.frontend.data_sizes.fake_values import fake_value, is_picked, made_like, memory
-from ringopt.ir.nodes import called_name, written_by_name
+from ringopt.ir.nodes import bound, called_name, written_by_name
 from ringopt.ir.symbolic_sizes import formula
 from ringopt.torch_compat.dynamo import COMPARISONS
 from ringopt.torch_compat.pytree import tree_leaves
@@ -84,13 +83,6 @@ def reduction_of(node: fx.Node) -> str | None:
     name = called_name(node)
     plain = node.op in ("call_method", "call_function") and len(node.args) == 1 and not node.kwargs
     return name if plain and name in SUMS and isinstance(node.args[0], fx.Node) else None
-
-
-def bound(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a loss by name, with its defaults."""
-    given = inspect.signature(node.target).bind(*node.args, **node.kwargs)
-    given.apply_defaults()
-    return dict(given.arguments)
 
 
 def tensors_of(node: fx.Node) -> list[fx.Node]:

@@ -117,6 +117,35 @@ def number_of_rows(x: Tensor) -> Tensor:
     return (tokens * 2).index_add(0, rows, tokens[rows]).view_as(x)
 
 
+class Watched(Guarded):
+    """With weights that only a look at the input reads."""
+
+    def __init__(self, asserts: bool) -> None:
+        super().__init__(plain)
+        self.watch, self.asserts = nn.Linear(D, 1), asserts
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.asserts:
+            assert self.watch(x).sum(), "zero"
+        elif not self.watch(x).sum():
+            raise ValueError("zero")
+        return super().forward(x)
+
+
+def gradients_of_what_watches(asserts: bool) -> list[Any]:
+    torch._dynamo.reset()
+    model, before = Watched(asserts).double(), len(ringopt.reports())
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
+    compiled(torch.randn(2, 13, D, dtype=torch.float64)).sum().backward()
+    return [model.watch.weight.grad, len(ringopt.reports()) - before]
+
+
+@pytest.mark.parametrize("asserts", [False, True])
+def test_what_only_a_check_reads_has_no_gradient(ranks: Any, asserts: bool) -> None:
+    """Not one of zeros, which an optimizer would take for one."""
+    assert ranks(2, gradients_of_what_watches, asserts) == [[None, 1]] * 2
+
+
 def felt(model: Any, x: Tensor) -> str:
     try:
         return f"{float(model(x).detach().sum()):.8f}"
