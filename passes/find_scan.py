@@ -23,6 +23,7 @@ import torch.fx as fx
 
 from ringopt.distributed.mesh import ANY
 from ringopt.frontend.higher_order.scan import is_scan_operator, recurrence_of
+from ringopt.frontend.loops.rolled import is_loop, leave_loop
 from ringopt.ir.nodes import source_line
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.symbolic_sizes import is_open
@@ -85,7 +86,7 @@ class FindScan(Rewrite["Loop | fx.Node", Found]):
         if isinstance(found.text, Refusal):
             return found.text
         proof, mesh = prove_affine(found.text, found.kinds), facts.context.mesh
-        if not isinstance(proof, Refusal) or found.any_step:
+        if not isinstance(proof, Refusal) or (found.any_step and not is_loop(found.node)):
             return None
         along = independent_dims(found.text, found.kinds) if mesh.size > 1 and mesh.name != ANY else ()
         return None if any(one.size % mesh.size == 0 for one in along) else proof
@@ -98,8 +99,9 @@ class FindScan(Rewrite["Loop | fx.Node", Found]):
         note(f"a recurrence of {steps} steps is one scan", found.node, facts)
 
     def refuse(self, found: Found, refusal: Refusal, facts: Facts) -> None:
-        known = refusal.node is not None and source_line(refusal.node)
-        note(f"a recurrence is no scan: {refusal.sentence}", refusal.node if known else found.node, facts)
+        leave_loop(found.node, refusal.sentence)
+        known = refusal.node if refusal.node is not None and source_line(refusal.node) else found.node
+        note(f"a recurrence is no scan: {refusal.sentence}", known, facts)
 
 
 def note(sentence: str, node: fx.Node | None, facts: Facts) -> None:

@@ -36,6 +36,7 @@ from ringopt.frontend.higher_order.associative_scan import (
     trace_as_written,
 )
 from ringopt.frontend.interpolation import copy_where_sizes_stay
+from ringopt.frontend.loops.rolled import rolls_loops, trace_loops_as_written
 from ringopt.frontend.open_floats import left_open
 from ringopt.ir.checkpoint_regions import police, tags_of
 from ringopt.ir.nodes import op_name, readable_name
@@ -78,6 +79,7 @@ def note(report: Report) -> None:
 
 @traces_sizes(on_ranks)
 @keeps_associative_scans
+@rolls_loops
 def ring(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Run:
@@ -146,6 +148,7 @@ def compiled(
     made = for_these_sizes(made, for_number) if for_number else made
     if made.graph is None and not anew:
         trace_as_written()
+        trace_loops_as_written(gm, "its graph stays as it is")
         trace_with_breaks(gm)
     note(made.report)
     raise_or_warn(made.report, options, heard_once(mesh))

@@ -21,6 +21,7 @@ from ringopt.drivers.compiled import Compiled
 from ringopt.drivers.counterparts import Snapshot
 from ringopt.drivers.failing import Failure, agreed, all_want, failure_of, is_passed_on
 from ringopt.errors import RefusedError, first_line
+from ringopt.expr.sizes import KnownSizes
 from ringopt.frontend.capture import Captured, capture
 from ringopt.frontend.data_sizes.stretches import has_picks, without_picks
 from ringopt.frontend.dtensors.local_graph import has_dtensors, meshes_of_dtensors
@@ -147,7 +148,7 @@ def transform_open(gm: fx.GraphModule, example_inputs: Sequence[Any], options: O
     shape_env = shape_env_of(gm)
     assert shape_env is not None
     try:
-        with without_guards(shape_env):
+        with without_guards(shape_env, follows=lambda expr: KnownSizes.of(shape_env).decide(expr) is not None):
             made = attempted(gm, example_inputs, options, mesh)
     except GuardAsked as asked:
         found = draws_here(gm, example_inputs, options)

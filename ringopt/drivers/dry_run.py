@@ -23,6 +23,7 @@ from ringopt.frontend.data_sizes.traced_again import (
     traces_sizes,
 )
 from ringopt.frontend.higher_order.associative_scan import keeps_associative_scans
+from ringopt.frontend.loops.rolled import rolls_loops, trace_loops_as_written
 from ringopt.options import Options
 from ringopt.runtime.crossing import remembering
 from ringopt.torch_compat.dynamo import BackendCompilerFailed
@@ -44,12 +45,14 @@ class DryRun:
 
     @traces_sizes(lambda: True)
     @keeps_associative_scans
+    @rolls_loops
     def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., tuple[Any, ...]]:
         outputs = [_example_of(node) for node in gm.graph.output_node().args[0]]
         take_assertions(gm)
         trace_with_sizes(gm, self.mesh.size)
         made = transform(gm, example_inputs, self.options, self.mesh)
         if made.graph is None:
+            trace_loops_as_written(gm, "its graph stays as it is")
             trace_with_breaks(gm)
         self.graphs.append(made)
         if not any(_has_fractions(value) for value in (*example_inputs, *outputs)):

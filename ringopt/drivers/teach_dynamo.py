@@ -9,6 +9,7 @@ from ringopt.frontend.data_sizes.traced_again import teach_sizes
 from ringopt.frontend.higher_order.associative_scan import teach_associative_scan
 from ringopt.frontend.libraries.teach import teach_libraries
 from ringopt.frontend.libraries.torch_nn import teach
+from ringopt.frontend.loops.rolled import teach_loops
 from ringopt.torch_compat.dynamo_logging import log_while_tracing, warn_while_tracing
 from ringopt.torch_compat.dynamo_random import know_what_no_draw_reaches
 from ringopt.torch_compat.dynamo_views import hold_values_of_ordered_dicts
@@ -21,6 +22,7 @@ def teach_dynamo() -> None:
     teach_associative_scan()
     teach_libraries()
     teach_sizes()
+    teach_loops()
     warn_of_breaks_in_loops()
     log_while_tracing()
     warn_while_tracing()

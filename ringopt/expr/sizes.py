@@ -12,13 +12,24 @@ Remainders and rounded quotients by a number become floors, and what the divisor
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any, cast
 from weakref import WeakKeyDictionary, proxy
 
 import sympy
+from sympy.core.relational import Relational
 
-from ringopt.torch_compat.symbolic_shapes import CeilToInt, FloorDiv, IntTrueDiv, Mod, PythonMod, ShapeEnv, range_of
+from ringopt.torch_compat.symbolic_shapes import (
+    CeilToInt,
+    FloorDiv,
+    IntTrueDiv,
+    Max,
+    Mod,
+    PythonMod,
+    ShapeEnv,
+    range_of,
+)
 
 
 class KnownSizes:
@@ -55,12 +66,44 @@ class KnownSizes:
             return self.fixed.get(size, size)
         args = [self(each) for each in size.args]
         made = in_floors(size.func(*args) if tuple(args) != size.args else size)
+        if isinstance(made, Max):
+            made = self.largest(made)
+        if (
+            isinstance(made, (Mod, PythonMod)) and self.bounds(made.args[0])[0] >= 0
+        ):  # m % (64 * m), of m chunks, 1 or more
+            whole, by = made.args
+            made = whole if self.bounds(sympy.expand(by - whole))[0] > 0 else made
         return cast(sympy.Basic, made.xreplace(self.fixed))
+
+    def largest(self, size: Max) -> sympy.Basic:
+        """That of some sizes which is no smaller than any other, where it is known which."""
+        for one in size.args:
+            if all(one is other or self.bounds(one)[0] >= self.bounds(other)[1] for other in size.args):
+                return cast(sympy.Basic, one)
+        return size
 
     def are_equal(self, one: sympy.Basic, other: sympy.Basic) -> bool:
         """Whether guards prove two sizes to be equal, for all values of their symbols."""
         rest = sympy.expand(self(one) - self(other))
         return rest == 0 or any(sympy.expand(self(rest.xreplace(each))) == 0 for each in self.as_multiples())
+
+    def decide(self, claim: sympy.Basic) -> bool | None:
+        """Whether a comparison of two sizes holds for all values of their symbols, or for none; None where guards and
+        ranges prove neither."""
+        if isinstance(claim, (sympy.Or, sympy.And)):
+            parts, decides = [self.decide(part) for part in claim.args], isinstance(claim, sympy.Or)
+            return decides if decides in parts else None if None in parts else not decides
+        if not isinstance(claim, Relational):
+            return None
+        equal = isinstance(claim, (sympy.Eq, sympy.Ne))
+        if equal and self.are_equal(*claim.args):
+            return isinstance(claim, sympy.Eq)
+        low, high = self.bounds(sympy.expand(self(claim.lhs) - self(claim.rhs)))
+        if equal:
+            return None if low <= 0 <= high else isinstance(claim, sympy.Ne)
+        kind = type(claim)
+        at_ends = [bool(kind(sympy.Integer(end), 0)) for end in (low, high)]
+        return at_ends[0] if at_ends[0] == at_ends[1] else None
 
     def as_multiples(self) -> Iterator[dict[Any, Any]]:
         """Each symbol that is a multiple, as one: n is 4 * (n // 4). The floor itself stays."""
@@ -73,12 +116,15 @@ class KnownSizes:
         guards = self.env.guards
         if len(guards) == self.seen:
             return
-        equalities = [guard.expr for guard in guards if isinstance(guard.expr, sympy.Eq)]
+        claims = [guard.expr for guard in guards if isinstance(guard.expr, Relational)]
+        equalities = [claim for claim in claims if isinstance(claim, sympy.Eq)]
         self.seen, before = len(guards), -1
         while len(self.fixed) > before:
             before = len(self.fixed)
             for each in equalities:
                 self.learn(each)
+        for each in claims:
+            self.learn_least(each)
 
     def learn(self, equal: sympy.Eq) -> None:
         """What is equal to zero fixes the floor in it, if there is one, or makes a symbol a multiple of a number."""
@@ -99,6 +145,20 @@ class KnownSizes:
         elif symbol.is_Symbol and part > 0 and (1 / part).is_Integer:
             self.multiples[symbol, 1 / part] = function
 
+    def learn_least(self, claim: sympy.Basic) -> None:
+        """What has to be so many at least, where a guard says that of a floor: the base is then longer."""
+        if not isinstance(claim, (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt)):
+            return
+        strict = int(isinstance(claim, (sympy.Gt, sympy.Lt)))
+        rest = sympy.expand(self(claim.gts) - self(claim.lts)) - strict  # 0 or more
+        more, (number, function) = rest.as_coeff_Add()[0], rest.as_coeff_Add()[1].as_coeff_Mul()
+        if isinstance(function, FloorDiv) and number > 0 and is_positive(function.divisor):
+            least = -(more // number)  # of the floor
+            inside, symbol = function.base.as_coeff_Add()
+            low, high = self.ranges.get(symbol, (-sys.maxsize, sys.maxsize))
+            self.ranges[symbol] = max(low, int(least * function.divisor - inside)), high
+            self.made.clear()
+
     def fix(self, function: sympy.Basic, number: sympy.Basic) -> None:
         """Notes that a function is this number, and between which lengths a floor is."""
         if function in self.fixed:
@@ -116,7 +176,18 @@ class KnownSizes:
         """The least and the most that a size may be, by guards and by the ranges that torch has."""
         written = self(size)
         narrower = {each: self.ranges[each] for each in written.free_symbols & self.ranges.keys()}
-        return range_of(written, self.env, narrower)
+        low, high = range_of(written, self.env, narrower)
+        rest = dict[sympy.Basic, tuple[int, int]]()  # 64 * (n // 64) is n - r, of a remainder r
+        quotients = dict[sympy.Basic, sympy.Basic]()
+        for each in written.atoms(FloorDiv):
+            if is_positive(each.divisor):
+                remainder = sympy.Dummy(integer=True)
+                rest[remainder] = 0, int(each.divisor) - 1
+                quotients[each] = (each.base - remainder) / each.divisor
+        if not quotients:
+            return low, high
+        least, most = range_of(sympy.expand(written.xreplace(quotients)), self.env, narrower | rest)
+        return max(low, least), min(high, most)
 
 
 # By shape environment.

@@ -21,6 +21,9 @@ from ringopt.torch_compat.schema import OpOverload, schema_of
 from ringopt.torch_compat.tracing import TracingContext
 
 ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id", CHECKPOINTED)
+FRONTEND = os.path.join(
+    os.path.dirname(os.path.dirname(__file__)), "frontend", ""
+)  # code that Dynamo traces for others
 
 
 # Of these an operator is known by its name alone: what ringopt's is called no operator of torch is.
@@ -186,12 +189,14 @@ def source_line(node: fx.Node) -> str:
 
 
 def program_line(node: fx.Node) -> tuple[str, int, str]:
-    """File, number and text of the innermost line outside torch; "" of all where there is no stack trace."""
+    """File, number and text of the innermost line outside torch and outside of what ringopt has Dynamo trace for a
+    program; "" of all where there is no stack trace."""
     text = node.meta.get("stack_trace") or ""
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n\s*([^\n]*))?', text)
     if not frames:
         return "", 0, ""
-    path, number, code = next((frame for frame in frames[::-1] if "/torch/" not in frame[0]), frames[-1])
+    inner = (frame for frame in frames[::-1] if "/torch/" not in frame[0] and not frame[0].startswith(FRONTEND))
+    path, number, code = next(inner, frames[-1])
     return path, int(number), code.strip()
 
 

@@ -163,6 +163,7 @@ def takes_branches(
         return index(self, tx, number) if known is None else VariableTracker.build(tx, int(known))
 
     kind.unpack_var_sequence, base.step, function.call_index = unpacked, stepped, indexed
+    function.call_function_handler_cache.clear()  # which holds the methods of before
 
 
 def rows_of(tx: Any, loop: RowLoop, numbers: bool) -> list[Any]:

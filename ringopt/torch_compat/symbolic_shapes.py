@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import (
     statically_known_true,
 )
 from torch.utils._sympy import functions
-from torch.utils._sympy.functions import CeilToInt, FloorDiv, IntTrueDiv, Mod, PythonMod
+from torch.utils._sympy.functions import CeilToInt, FloorDiv, IntTrueDiv, Max, Mod, PythonMod
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.symbol import SymT, symbol_is_type
@@ -35,6 +35,7 @@ __all__ = [
     "GuardAsked",
     "GuardOnDataDependentSymNode",
     "IntTrueDiv",
+    "Max",
     "Mod",
     "PickedSizes",
     "PythonMod",
@@ -139,12 +140,13 @@ class GuardAsked(Exception):
 
 
 @contextmanager
-def without_guards(shape_env: ShapeEnv) -> Iterator[None]:
-    """A context in which what would become a guard raises GuardAsked instead, and nothing is noted. ShapeEnv looks
-    there whether it is frozen, before it records anything."""
+def without_guards(shape_env: ShapeEnv, follows: Callable[[Any], bool] = lambda expr: False) -> Iterator[None]:
+    """A context in which what would become a guard raises GuardAsked instead, and nothing is noted, but for what
+    `follows` from the guards that there are. ShapeEnv looks there whether it is frozen, before it records anything."""
 
     def refuse(expr: Any, value: Any) -> None:
-        raise GuardAsked(f"{expr} is {value}")
+        if not follows(expr):
+            raise GuardAsked(f"{expr} is {value}")
 
     around = vars(shape_env).get("_check_frozen")
     shape_env._check_frozen = refuse

@@ -129,3 +129,46 @@ def test_a_length_that_needs_no_padding() -> None:
         assert same(padded, n) and same(padded // 4 * 4, n)
 
     at_length(40, look)
+
+
+def test_a_guard_on_the_fewest_chunks_bounds_the_length() -> None:
+    def look(n: Any) -> None:
+        chunks = (n + -n % 64) // 64
+        assert chunks >= 2
+        assert least_and_most(n)[0] == 65 and least_and_most(chunks)[0] == 2 and is_open(chunks)
+        assert plain(2 % (8 * chunks)) == 2 and same(chunks % (64 * chunks), chunks)  # less than what it is divided by
+        assert same(torch.sym_max(1, chunks), chunks)
+
+    at_length(200, look)
+
+
+# What torch asks of the views and strides of a program that works chunk by chunk, of two chunks or more; None: a guard.
+CLAIMS: dict[str, tuple[Callable[[Any, Any], Any], bool | None]] = {
+    "whole chunks": (lambda n, m: (64 * (n + -n % 64)) % 4096 == 0, True),
+    "as long as its chunks": (lambda n, m: n <= 64 * m, True),
+    "a chunk shorter": (lambda n, m: n + 64 <= 64 * m, False),
+    "shorter": (lambda n, m: n + 1 <= 64 * m, None),
+    "a row": (lambda n, m: 4 * m * 64 < 2, False),
+    "another number": (lambda n, m: m == n + -n % 64, False),
+    "as many": (lambda n, m: m == 3, None),
+    "other": (lambda n, m: m != n, True),
+    "either": (lambda n, m: sympy.Or(sympy.Eq(formula(m), 0), sympy.Le(formula(m), formula(n))), True),
+    "both": (lambda n, m: sympy.And(sympy.Eq(formula(m), 3), sympy.Le(formula(m), formula(n))), None),
+    "neither": (lambda n, m: sympy.Or(sympy.Eq(formula(m), 0), sympy.Lt(formula(m), 1)), False),
+}
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_guards_decide_what_follows_from_them(name: str) -> None:
+    def look(n: Any) -> Any:
+        chunks = (n + -n % 64) // 64
+        assert chunks >= 2
+        made = CLAIMS[name][0](n, chunks)
+        claim = made if isinstance(made, sympy.Basic) else made.node.expr
+        decided = KnownSizes.of(n.node.shape_env).decide(claim)
+        for length in range(65, 400):
+            (symbol,) = formula(n).free_symbols
+            assert decided is None or bool(claim.xreplace({symbol: sympy.Integer(length)})) == decided
+        return decided
+
+    assert at_length(200, look) is CLAIMS[name][1]

@@ -18,6 +18,7 @@ from ringopt.torch_compat.symbolic_shapes import (
     GuardAsked,
     GuardOnDataDependentSymNode,
     IntTrueDiv,
+    Max,
     Mod,
     PickedSizes,
     PythonMod,
@@ -54,6 +55,7 @@ def test_a_size_has_an_expression_and_a_decision_is_a_guard() -> None:
 def test_how_sizes_are_rounded_and_what_remains() -> None:
     size = open_tensor(ShapeEnv()).shape[0]
     forms = {FloorDiv: size // 4, Mod: size % 4, PythonMod: -size % 4, CeilToInt: math.ceil(size / 4)}
+    forms[Max] = torch.sym_max(size, 7)
     for kind, form in forms.items():
         assert isinstance(form.node.expr, kind)
     assert isinstance(forms[CeilToInt].node.expr.args[0], IntTrueDiv)
@@ -82,7 +84,10 @@ def test_a_decision_is_refused_before_anything_is_noted() -> None:
         with pytest.raises(GuardAsked):
             int(size)
     assert not env.guards and not env.replacements and size.node.expr.is_Symbol
-    assert size > 5 and len(env.guards) == 1
+    with without_guards(env, follows=lambda expr: expr == (size.node.expr > 5)):
+        assert size > 5 and len(env.guards) == 1
+        with pytest.raises(GuardAsked):
+            bool(size > 6)
 
 
 def test_what_stands_for_a_size_that_is_another() -> None:

@@ -32,6 +32,7 @@ import ringopt.backend
 from ringopt.errors import first_line
 from ringopt.frontend.data_sizes.traced_again import on_ranks, traces_sizes
 from ringopt.frontend.higher_order.associative_scan import keeps_associative_scans
+from ringopt.frontend.loops.rolled import rolls_loops
 from ringopt.report import Report
 from ringopt.tools.benchmarks.lab.result import Row
 from ringopt.tools.benchmarks.lab.tensor_bytes import peak_bytes
@@ -223,6 +224,7 @@ def _a_rank(rank: int, answers: Any, trial: Trial) -> None:
 def _widened_ring(inner: str) -> Callable[..., Any]:
     @traces_sizes(on_ranks)
     @keeps_associative_scans
+    @rolls_loops
     def ring(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         widen(gm)
         # What a model draws with a seed of its own (Reformer's buckets) is then what one process draws.

@@ -9,6 +9,8 @@ import torch
 import torch.fx as fx
 from torch.overrides import TorchFunctionMode
 
+from ringopt.torch_compat.pytree import tree_map
+
 
 def widen(gm: fx.GraphModule) -> None:
     """Dynamo's graph, in place."""
@@ -21,6 +23,8 @@ def widen(gm: fx.GraphModule) -> None:
                 node.target = "double"
             if node.op == "call_function" and not node.all_input_nodes and _is_float32(node.meta.get("example_value")):
                 node.update_kwarg("dtype", torch.float64)
+            if (part is not gm or node.op != "placeholder") and "example_value" in node.meta:
+                node.meta["example_value"] = tree_map(_widened, node.meta["example_value"])
         part.recompile()
 
 
@@ -36,6 +40,10 @@ class Widened(TorchFunctionMode):
 def wide(argument: Any) -> Any:
     """An argument of a call."""
     return torch.float64 if argument is torch.float32 else argument
+
+
+def _widened(value: Any) -> Any:
+    return value.double() if _is_float32(value) else value
 
 
 def _is_float32(value: Any) -> bool:

@@ -1,0 +1,1 @@
+"""Loops of a program that are recurrences, traced as one turn."""

@@ -1,0 +1,146 @@
+"""Recurrences as programs write them: loops that are one node, and look-alikes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+def tokens(x: Tensor, w: Tensor) -> Tensor:
+    """A gated sum, token by token."""
+    a = torch.sigmoid(x @ w)
+    h, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = h * a[:, t] + x[:, t]
+        out[:, t] = h
+    return out.tanh() @ w
+
+
+def chunks(x: Tensor, w: Tensor, size: int = 4) -> Tensor:
+    """Linear attention with decay, chunk by chunk."""
+    b, n, d = x.shape
+    padded = F.pad(x, (0, 0, 0, -n % size))
+    q, k, v = (each.reshape(b, -1, size, d) for each in (padded @ w, padded, padded * 0.5))
+    g = torch.sigmoid(k.mean(-1)).cumsum(-1).neg()
+    state, out = x.new_zeros(b, d, d), torch.zeros_like(v)
+    for i in range(padded.shape[1] // size):
+        q_i, k_i, v_i = q[:, i], k[:, i], v[:, i]
+        decay = g[:, i, :, None].exp()
+        out[:, i] = (q_i * decay) @ state + (q_i @ k_i.transpose(-1, -2)).tril() @ v_i
+        state = state * g[:, i, -1, None, None].exp() + k_i.transpose(-1, -2) @ v_i
+    return out.reshape(b, -1, d)[:, :n] @ w
+
+
+def last_state(x: Tensor, w: Tensor) -> Tensor:
+    """Nothing is written: only the last state is read."""
+    h = x.new_zeros(x.shape[0], 1, x.shape[2])
+    y = x @ w
+    for t in range(x.shape[-2]):
+        h = 0.9 * h + y[..., t, :].unsqueeze(1) + x[:, t : t + 1]
+    return h + y.mean(1, keepdim=True)
+
+
+def grows_at_first(x: Tensor, w: Tensor) -> Tensor:
+    """What is carried is a number before the first turn, and has a batch behind it."""
+    h: Any = 0.0
+    out = torch.empty_like(x)
+    for t in range(x.shape[1]):
+        h = 0.5 * h + x[:, t]
+        out[:, t] = h
+    return out @ w
+
+
+def twice(x: Tensor, w: Tensor) -> Tensor:
+    return tokens(chunks(x, w), w)
+
+
+def some_rows(x: Tensor, w: Tensor) -> Tensor:
+    """The last two rows are neither read nor written."""
+    h, out = torch.zeros_like(x[:, 0]), torch.ones_like(x)
+    for t in range(x.shape[1] - 2):
+        h = h * 0.5 + x[:, t]
+        out[:, t] = h
+    return out @ w
+
+
+def in_a_checkpoint(x: Tensor, w: Tensor) -> Tensor:
+    return checkpoint(tokens, x, w, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    """A module is called in each turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8).double()
+        torch.nn.init.uniform_(self.inner.weight, -0.2, 0.2)
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        h, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
+        for t in range(x.shape[1]):
+            h = self.inner(h) + x[:, t]
+            out[:, t] = h
+        return out @ w
+
+
+def saturates(x: Tensor, w: Tensor) -> Tensor:
+    """An RNN: no step is affine in what it carries."""
+    h, out = torch.zeros_like(x[0, 0]), torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = torch.tanh(h @ w + x[:, t].mean(0))
+        out[:, t] = h.expand(x.shape[0], -1)
+    return out @ w
+
+
+def through_an_alias(x: Tensor, w: Tensor) -> Tensor:
+    """A turn reads the row that the turn before has written, by another name."""
+    h, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
+    seen = out.view(x.shape)
+    for t in range(x.shape[1]):
+        h = h * 0.5 + x[:, t] + seen.sum(1)
+        out[:, t] = h
+    return out @ w
+
+
+def through_a_list(x: Tensor, w: Tensor) -> Tensor:
+    """The same, in a list."""
+    h, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
+    kept = [out]
+    for t in range(x.shape[1]):
+        h = h * 0.5 + x[:, t] + kept[0].sum(1)
+        out[:, t] = h
+    return out @ w
+
+
+def in_place(x: Tensor, w: Tensor) -> Tensor:
+    """What is carried is written, which another name sees."""
+    h, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
+    begun = h
+    for t in range(x.shape[1]):
+        h *= 0.5
+        h += x[:, t]
+        out[:, t] = h
+    return (out + begun[:, None]) @ w
+
+
+def broadcasts(x: Tensor, w: Tensor) -> Tensor:
+    """A row is written for the whole batch."""
+    h, out = torch.zeros_like(x[0, 0]), torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        h = h * 0.5 + x[:, t].sum(0)
+        out[:, t] = h
+    return out @ w
+
+
+def counted(x: Tensor, w: Tensor) -> Tensor:
+    """What Python keeps is another after each turn."""
+    h, out, done = torch.zeros_like(x[:, 0]), torch.zeros_like(x), [0]
+    for t in range(x.shape[1]):
+        h = h * 0.5 + x[:, t]
+        out[:, t] = h
+        done[0] += 1
+    return (out * done[0]) @ w

@@ -1,0 +1,114 @@
+"""Loops that are recurrences are traced as one node: one graph for any number of turns, of a size that does not depend
+on it, with the numbers and gradients of the program."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringopt
+import ringopt.backend
+from ringopt.frontend.loops.rolled import rolls_loops
+from tests.frontend.loops import programs
+from tests.harness.models import difference
+
+ONE_NODE = ["chunks", "last_state", "grows_at_first", "in_a_checkpoint"]
+MORE = ["tokens", "twice", "some_rows", "Layer"]
+TURN_BY_TURN = {
+    "saturates": "a step is not affine in what it carries",
+    "through_an_alias": "it writes to memory that it may read",
+    "through_a_list": "it writes to memory that it may read",
+    "in_place": "mutat",
+    "broadcasts": "a row that is written has another shape",
+    "counted": "side effect",
+}
+
+
+def inputs(n: int) -> list[Tensor]:
+    torch.manual_seed(n)
+    x, w = torch.randn(2, n, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64) * 0.3
+    return [x.requires_grad_(), w.requires_grad_()]
+
+
+def results(run: Any, n: int) -> list[Tensor]:
+    """What it returns, and its gradients."""
+    given = inputs(n)
+    found = run(*given)
+    return [found.detach(), *torch.autograd.grad(found.square().sum(), given)]
+
+
+def compared(name: str, lengths: list[int], options: dict[str, Any]) -> tuple[float, list[Any], str]:
+    """On a rank: the largest error, the reports, and what was said of loops."""
+    torch._dynamo.reset()
+    said = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("ringopt.frontend.loops.rolled")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    program = getattr(programs, name)
+    program = program() if isinstance(program, type) else program
+    before, compiled = len(ringopt.reports()), torch.compile(program, backend="ring", options=options)
+    errors = [difference(results(compiled, n), results(program, n)) for n in lengths]
+    log.removeHandler(handler)
+    return max(errors), ringopt.reports()[before:], " ".join(said)
+
+
+EAGER = {"inner_backend": "aot_eager"}
+
+
+@pytest.mark.parametrize(
+    "name, p",
+    [
+        *((name, 2) for name in ONE_NODE),
+        *(pytest.param(name, 2, marks=pytest.mark.zoo) for name in MORE),
+        *(pytest.param(name, p, marks=pytest.mark.zoo) for name in (*ONE_NODE, *MORE) for p in (3, 4)),
+    ],
+)
+def test_one_graph_serves_any_number_of_turns(name: str, p: int, ranks: Any) -> None:
+    for error, reports, said in ranks(p, compared, name, [64, 50, 77, 61], EAGER):
+        assert error < 1e-10 and said == ""
+        assert len(reports) == 2  # for the first length, and for any
+        assert "a recurrence of any number of steps is one scan" in str(reports[1].notes)
+        assert all(report.sharded_fraction > 0.95 for report in reports)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.zoo] * (not name.startswith("through"))) for name in TURN_BY_TURN]
+)
+def test_what_is_more_than_that_is_traced_turn_by_turn(name: str, ranks: Any) -> None:
+    for error, _, said in ranks(2, compared, name, [12, 9], EAGER):
+        assert error < 1e-10 and TURN_BY_TURN[name] in said
+
+
+def test_one_process_has_one_graph_too() -> None:
+    error, reports, said = compared("chunks", [64, 50, 77, 61], EAGER)
+    assert error < 1e-10 and said == "" and len(reports) == 2
+    assert "a recurrence of any number of steps is one scan (programs.py" in str(reports[1].notes)
+
+
+def test_a_graph_is_as_large_for_many_turns() -> None:
+    nodes = list[int]()
+
+    @rolls_loops
+    def backend(gm: Any, _inputs: Any) -> Any:
+        nodes.append(sum(len(part.graph.nodes) for part in gm.modules() if isinstance(part, torch.fx.GraphModule)))
+        return gm
+
+    for n in (10, 3_000):
+        torch._dynamo.reset()
+        given = [each.detach() for each in inputs(n)]
+        found = torch.compile(programs.tokens, backend=backend, dynamic=False)(*given)
+        assert torch.allclose(found, programs.tokens(*given))
+    assert nodes[0] == nodes[1] < 50
+
+
+def test_it_is_explained_with_its_line() -> None:
+    torch._dynamo.reset()
+    report = ringopt.explain(programs.tokens, *inputs(2_000), world_size=4)
+    assert [site.strategy for site in report.sites] == ["states"] and report.sharded_fraction == 1.0
+    assert "a recurrence of 2000 steps is one scan (programs.py:" in str(report.notes)
