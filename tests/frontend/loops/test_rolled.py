@@ -112,3 +112,10 @@ def test_it_is_explained_with_its_line() -> None:
     report = ringopt.explain(programs.tokens, *inputs(2_000), world_size=4)
     assert [site.strategy for site in report.sites] == ["states"] and report.sharded_fraction == 1.0
     assert "a recurrence of 2000 steps is one scan (programs.py:" in str(report.notes)
+
+
+def test_of_fewer_turns_than_two_a_rank_each_number_has_a_graph(ranks: Any) -> None:
+    """As Dynamo unrolls them: one graph for all lengths of three chunks, which two ranks do not share alike."""
+    for error, reports, _ in ranks(2, compared, "chunks", [12, 10, 9, 11], EAGER):
+        assert error < 1e-10 and len(reports) == 2
+        assert "a recurrence of 3 steps is one scan" in str(reports[1].notes)
