@@ -5,13 +5,13 @@
         ->
     S, y = ringopt::scan([S0], [a, b, c with dim 1 in front], [], body)        body(S, a_t, b_t, c_t) = S', y_t
 
-Found are unrolled loops (ringopt/recognize/scans/loop.py), torch's scan (ringopt/frontend/higher_order/scan.py), sums
-with decays between chunks (segment_sums.py beside loop.py), and trees of log(n) rounds (parallel_scan.py). What of a
-step reads nothing that is carried is computed for all steps at once, before. Complex numbers are pairs of real ones
-(ringopt/scans/real_parts.py). Rewritten is a step that is proved to be affine in what it carries
-(ringopt/scans/affine.py). Another recurrence (a tanh, a gate that reads the state) becomes a scan where ranks can share
-a batch or heads that know nothing of each other (ringopt/scans/independent.py); else it stays as it was, and the report
-says why and where. After: the size of the graph does not depend on the number of steps.
+Found are unrolled loops (ringopt/recognize/scans/loop.py), torch's scan (ringopt/frontend/higher_order/scan.py), which
+also stands for loops that Dynamo traced as one turn (ringopt/frontend/loops), sums with decays between chunks
+(segment_sums.py beside loop.py), and trees of log(n) rounds (parallel_scan.py). What of a step reads nothing that is
+carried is computed for all steps at once, before. Rewritten is a step that is affine in what it carries
+(ringopt/scans/affine.py). Another recurrence (a tanh, a gate that reads the state) becomes a scan where ranks share a
+batch or heads that know nothing of each other (ringopt/scans/independent.py); else it stays as it was, a loop is traced
+turn by turn, and the report says why and where. After: the size of the graph does not depend on the number of steps.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ from ringopt.scans.trace import Kinds
 @dataclass(frozen=True)
 class Found:
     """A recurrence: the body of its scan on operands of such kinds, and what puts the scan there; or why there is none.
-    `steps` and `node` are for the report. `any_step`: one that is not affine becomes a scan too, run whole by every
-    rank, for Inductor compiles no gradient of torch's own on CPUs."""
+    `steps` and `node` are for the report. `any_step`: one that is not affine is a scan too, which every rank runs."""
 
     steps: int
     node: fx.Node
@@ -86,7 +85,7 @@ class FindScan(Rewrite["Loop | fx.Node", Found]):
         if isinstance(found.text, Refusal):
             return found.text
         proof, mesh = prove_affine(found.text, found.kinds), facts.context.mesh
-        if not isinstance(proof, Refusal) or (found.any_step and not is_loop(found.node)):
+        if not isinstance(proof, Refusal) or found.any_step:
             return None
         along = independent_dims(found.text, found.kinds) if mesh.size > 1 and mesh.name != ANY else ()
         return None if any(one.size % mesh.size == 0 for one in along) else proof
@@ -132,7 +131,7 @@ def of_operator(node: fx.Node) -> Found:
         return Found(0, node, Refusal(problem.sentence, problem.node))
     parts = hoisted(recurrence)
     found = with_body(recurrence, parts, lambda graph, text: replace_operator(graph, node, recurrence, parts, text))
-    return replace(found, any_step=True)
+    return replace(found, any_step=not is_loop(node))
 
 
 def with_body(found: FoundRecurrence, parts: SplitStep, put: Callable[[fx.Graph, str], None]) -> Found:
