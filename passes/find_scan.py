@@ -7,11 +7,10 @@
 
 Found are unrolled loops (ringopt/recognize/scans/loop.py), torch's scan (ringopt/frontend/higher_order/scan.py), which
 also stands for loops that Dynamo traced as one turn (ringopt/frontend/loops), sums with decays between chunks
-(segment_sums.py beside loop.py), and trees of log(n) rounds (parallel_scan.py). What of a step reads nothing that is
-carried is computed for all steps at once, before. Rewritten is a step that is affine in what it carries
-(ringopt/scans/affine.py). Another recurrence (a tanh, a gate that reads the state) becomes a scan where ranks share a
-batch or heads that know nothing of each other (ringopt/scans/independent.py); else it stays as it was, a loop is traced
-turn by turn, and the report says why and where. After: the size of the graph does not depend on the number of steps.
+(segment_sums.py beside loop.py), and trees of log(n) rounds (parallel_scan.py). What reads nothing that is carried is
+computed for all steps at once, before. Rewritten is a step that is affine in what it carries (ringopt/scans/affine.py),
+and another where ranks share a batch or heads that know nothing of each other (ringopt/scans/independent.py). The rest
+stays as it was, or is traced turn by turn, with a reason. After: the graph is as large for any number of steps.
 """
 
 from __future__ import annotations
@@ -87,7 +86,8 @@ class FindScan(Rewrite["Loop | fx.Node", Found]):
         proof, mesh = prove_affine(found.text, found.kinds), facts.context.mesh
         if not isinstance(proof, Refusal) or found.any_step:
             return None
-        along = independent_dims(found.text, found.kinds) if mesh.size > 1 and mesh.name != ANY else ()
+        shared = mesh.size > 1 and mesh.name != ANY and not (is_loop(found.node) and is_open(found.steps))
+        along = independent_dims(found.text, found.kinds) if shared else ()
         return None if any(one.size % mesh.size == 0 for one in along) else proof
 
     def rewrite(self, found: Found, facts: Facts) -> None:

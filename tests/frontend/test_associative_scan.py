@@ -242,3 +242,32 @@ def test_what_dynamo_does_not_take_is_told(caplog: pytest.LogCaptureFixture) -> 
     with patch("torch.compiler.substitute_in_graph", side_effect=ValueError("another library has it")):
         teach_associative_scan()
     assert "no recurrence is found in it: another library has it" in caplog.text
+
+
+def partly_seen(x: Tensor) -> Tensor:
+    """torch's scan, of whose step a part has no gradient."""
+
+    def step(h: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            scale = row.mean() + h.mean()
+        h = h * 0.5 + row * scale
+        return h.clone(), h.clone()
+
+    rows: Tensor = scan(step, torch.zeros_like(x[0]), x)[1]
+    return rows
+
+
+def one_by_one(x: Tensor) -> Tensor:
+    h, rows = torch.zeros_like(x[0]), []
+    for row in x:
+        h = h * 0.5 + row * (row.mean() + h.mean()).detach()
+        rows.append(h)
+    return torch.stack(rows)
+
+
+def test_a_part_of_a_step_without_gradient_has_none() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(partly_seen, backend="ring", options={"inner_backend": "aot_eager"})
+    x = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
+    found, expected = ((y := run(x), *torch.autograd.grad(y.square().sum(), x)) for run in (compiled, one_by_one))
+    assert all(torch.allclose(*pair, rtol=1e-12) for pair in zip(found, expected, strict=True))

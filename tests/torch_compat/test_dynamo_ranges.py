@@ -92,3 +92,23 @@ def test_where_dynamo_does_not_get_through_it_traces_the_frame_again() -> None:
 def test_it_is_told_what_only_the_first_turn_does() -> None:
     assert is_of_first_turn(RuntimeError("Expected init and carry to have same metadata but found: pair[0]"))
     assert not is_of_first_turn(RuntimeError("anything else"))
+
+
+def test_a_graph_break_within_is_none_of_the_program() -> None:
+    """Behind one, Dynamo would go on in the middle of what it traces in the place of the loop."""
+
+    def breaks(*given: Any) -> Any:
+        torch._dynamo.graph_break()
+        return scanned(*given)
+
+    turn_of = lambda head: TURN if "left" not in said else None  # noqa: E731
+    said: list[str] = []
+    with (
+        patch.object(BuiltinVariable, "call_range", BuiltinVariable.call_range),
+        torch._dynamo.config.patch(nested_graph_breaks=True),
+    ):
+        noted = lambda head, node: said.append(node.name)  # noqa: E731
+        dynamo_ranges.in_the_place_of_loops(turn_of, breaks, put, noted, lambda head, why: said.append("left"))
+        torch._dynamo.reset()
+        assert nodes((torch.ones(10, 2), 9))[1]
+    assert said == ["left"]

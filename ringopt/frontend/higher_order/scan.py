@@ -76,6 +76,13 @@ def given(node: fx.Node, value: Any) -> fx.Node:
     return found
 
 
+def with_gradient(value: torch.Tensor) -> torch.Tensor:
+    """What stands for an operand of a step while regions without gradient are written out: a gradient comes to what is
+    carried from later steps, whatever the first one is given."""
+    learns = torch.is_grad_enabled() and (value.is_floating_point() or value.is_complex())
+    return value.detach().requires_grad_() if learns else value
+
+
 def flat(step: fx.GraphModule, values: list[torch.Tensor], numbers: Mapping[int, Any], node: fx.Node) -> fx.Graph:
     """The step as a flat functional graph of tensors. `numbers`: its other inputs, by place."""
     call: HigherOrder = node.target
@@ -91,6 +98,8 @@ def flat(step: fx.GraphModule, values: list[torch.Tensor], numbers: Mapping[int,
         with tracing(None), mode, torch.fx.traceback.preserve_node_meta():
             gm = make_fx(run, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*values)
         views_by_value(gm.graph)
+        for placeholder in gm.graph.find_nodes(op="placeholder"):
+            placeholder.meta["val"] = with_gradient(placeholder.meta["val"])
         ExplicitDetach(gm.graph).rewrite()
         explicit_casts(gm)
         Functional(gm.graph).rewrite()

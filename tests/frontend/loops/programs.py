@@ -54,6 +54,26 @@ def grows_at_first(x: Tensor, w: Tensor) -> Tensor:
     return out @ w
 
 
+def partly_seen(x: Tensor, w: Tensor) -> Tensor:
+    """A part of each turn has no gradient."""
+    h, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        with torch.no_grad():
+            scale = x[:, t].mean()
+        h = h * 0.5 + x[:, t] * scale
+        out[:, t] = h
+    return out @ w
+
+
+def exchange(x: Tensor, w: Tensor) -> Tensor:
+    """Two states that read each other: ranks share them by the columns, at a length that is known."""
+    a, b, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x[:, 0]), torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        a, b = a * 0.5 + b * 0.1 + x[:, t], b * 0.9 + a * 0.1
+        out[:, t] = a + b
+    return out @ w
+
+
 def twice(x: Tensor, w: Tensor) -> Tensor:
     return tokens(chunks(x, w), w)
 

@@ -16,7 +16,7 @@ from ringopt.frontend.loops.rolled import rolls_loops
 from tests.frontend.loops import programs
 from tests.harness.models import difference
 
-ONE_NODE = ["chunks", "last_state", "grows_at_first", "in_a_checkpoint"]
+ONE_NODE = ["chunks", "last_state", "grows_at_first", "in_a_checkpoint", "partly_seen"]
 MORE = ["tokens", "twice", "some_rows", "Layer"]
 TURN_BY_TURN = {
     "saturates": "a step is not affine in what it carries",
@@ -85,6 +85,12 @@ def test_what_is_more_than_that_is_traced_turn_by_turn(name: str, ranks: Any) ->
         assert error < 1e-10 and TURN_BY_TURN[name] in said
 
 
+def test_what_ranks_share_by_heads_has_a_graph_for_each_length(ranks: Any) -> None:
+    for error, reports, said in ranks(2, compared, "exchange", [64, 48, 72], EAGER):
+        assert error < 1e-10 and "carries 0, 1 need each other" in said
+        assert [report.sharded_fraction for report in reports] == [1.0, 1.0, 1.0]
+
+
 def test_one_process_has_one_graph_too() -> None:
     error, reports, said = compared("chunks", [64, 50, 77, 61], EAGER)
     assert error < 1e-10 and said == "" and len(reports) == 2
@@ -119,3 +125,9 @@ def test_of_fewer_turns_than_two_a_rank_each_number_has_a_graph(ranks: Any) -> N
     for error, reports, _ in ranks(2, compared, "chunks", [12, 10, 9, 11], EAGER):
         assert error < 1e-10 and len(reports) == 2
         assert "a recurrence of 3 steps is one scan" in str(reports[1].notes)
+
+
+def test_in_a_graph_that_is_left_as_it_is_loops_are_as_they_were() -> None:
+    """torch's scan is for the passes: no compiler behind ringopt is given one."""
+    error, reports, said = compared("grows_at_first", [64, 50], EAGER)
+    assert error < 1e-10 and reports[1].sites == () and "its graph stays as it is" in said
