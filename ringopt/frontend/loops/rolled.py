@@ -107,7 +107,7 @@ def noted(head: LoopHead, node: fx.Node) -> None:
     """At the node that stands for a loop."""
     loop = (head.code.co_filename, head.place)
     _code_of[loop] = head.code
-    node.meta.setdefault("custom", {})[LOOP] = loop
+    node.meta["custom"] = {**node.meta.get("custom", {}), LOOP: loop}
 
 
 def left(head: LoopHead, why: Exception | str) -> None:

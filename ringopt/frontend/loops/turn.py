@@ -25,6 +25,7 @@ NOT_IN_A_TURN = (
     ast.Break, ast.Continue, ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith, ast.Global,
     ast.Nonlocal, ast.Delete, ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef,
     ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.NamedExpr, ast.Try, ast.Raise,
+    ast.Match, *([ast.TryStar] if hasattr(ast, "TryStar") else []),
 )  # fmt: skip
 OF_A_KIND = ("dtype", "device", "shape", "ndim")
 OF_A_ROW = "_ringopt_row_"
@@ -76,7 +77,9 @@ def check(rows: Rows, code: CodeType, named: set[str], stored: set[str], stateme
         raise NotATurn("it reads what it writes, or writes it twice")
     if not tensors <= set(code.co_varnames) or (named | tensors) & {*code.co_cellvars, *code.co_freevars}:
         raise NotATurn("a name in it is not of its function alone")
-    if any(name.startswith("__") and not name.endswith("__") for name in (*code.co_names, *named)):
+    nodes = [node for statement in statements for node in ast.walk(statement)]
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    if any(name.startswith("__") and not name.endswith("__") for name in named | attributes):
         raise NotATurn("a name in it is private to a class")
 
 

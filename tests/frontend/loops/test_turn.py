@@ -124,6 +124,21 @@ def in_a_cell(x: Any, h: Any) -> Any:
     return lambda: h
 
 
+def is_matched(x: Any, h: Any, kind: Any) -> Any:
+    for t in range(9):
+        match kind:
+            case (h, _):
+                kind = x[:, t]
+    return h
+
+
+class Private:
+    def reads(self, x: Any, h: Any) -> Any:
+        for t in range(9):
+            h = h * self.__decay + x[:, t]
+        return h
+
+
 MORE_THAN_ROWS = "the number of the turn is read for more than rows of tensors"
 ANOTHER_FORM = "it reads rows in a form that is not known here"
 READS_OR_TWICE = "it reads what it writes, or writes it twice"
@@ -142,6 +157,8 @@ READS_OR_TWICE = "it reads what it writes, or writes it twice"
         (changes_what_it_reads, "a tensor of which it reads or writes rows is another in each turn"),
         (picks_by_a_tensor, ANOTHER_FORM),
         (takes_two_rows, ANOTHER_FORM),
+        (is_matched, "match stands in it"),
+        (Private.reads, "a name in it is private to a class"),
         (in_a_cell, "a name in it is not of its function alone"),
     ],
 )
