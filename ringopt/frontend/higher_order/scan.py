@@ -14,12 +14,13 @@ from ringopt.frontend.explicit_autocast import Uncastable, explicit_casts
 from ringopt.frontend.explicit_no_grad import ExplicitDetach
 from ringopt.frontend.flatten import Book, Flatten
 from ringopt.frontend.functionalize import Functional, Unwritable, views_by_value
+from ringopt.frontend.loops.rolled import is_loop
 from ringopt.frontend.plain_spelling import spell_plainly
 from ringopt.ir.autograd_function import HigherOrder, OperandPlace, autocast_region
 from ringopt.ir.nodes import is_tensor, shape_of, value_of
 from ringopt.ir.refusal import GraphRefused
 from ringopt.ir.symbolic_sizes import is_open
-from ringopt.recognize.scans.recurrence import FoundRecurrence, NotRolled, tidy
+from ringopt.recognize.scans.recurrence import FoundRecurrence, NotRolled, reads_what_it_carries, tidy
 from ringopt.recognize.scans.sources import Stacked
 from ringopt.torch_compat.fx import make_fx
 from ringopt.torch_compat.pytree import tree_leaves
@@ -51,7 +52,10 @@ def recurrence_of(node: fx.Node) -> FoundRecurrence:
         for x in step_values(init, xs, consts):
             list(map(int, x.shape))  # fixed: other sizes compile other graphs
         graph = flat(step, step_values(init, xs, consts), numbers, node)
-    return FoundRecurrence(graph, init, [Stacked(x) for x in xs], consts, shape_of(xs[0])[0], node)
+    found = FoundRecurrence(graph, init, [Stacked(x) for x in xs], consts, shape_of(xs[0])[0], node)
+    if is_loop(node) and not reads_what_it_carries(found):
+        raise NotRolled("it only adds up", node)
+    return found
 
 
 def step_values(init: Sequence[fx.Node], xs: Sequence[fx.Node], consts: Sequence[fx.Node]) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from ringopt.recognize.scans.buffers import Buffers
 from ringopt.recognize.scans.loop import Loop, loop_in
 from ringopt.recognize.scans.operands import Carried, Counted, Each, Operand, Outside, Own, token
 from ringopt.recognize.scans.periods import Repeat, calls_of, stretches
-from ringopt.recognize.scans.recurrence import NotRolled, only_sums, reading
+from ringopt.recognize.scans.recurrence import NotRolled, reads_what_it_carries
 from ringopt.recognize.scans.roll import Rolled, rolled
 from ringopt.recognize.scans.sources import part_of_split, pieces_of, places_of
 
@@ -70,10 +70,7 @@ def judged(loop: Loop) -> Rolled | NotRolled | None:
     """The recurrence that a loop is, or why it could not be made one; None where it is none."""
     try:
         found = rolled(loop)
-        carries, _, _ = found.recurrence.inputs
-        reads = reading(found.recurrence.step, carries)
-        recurrent = any(reads[new] for new in found.recurrence.outputs[0])
-        return found if recurrent and not only_sums(found.recurrence) else None
+        return found if reads_what_it_carries(found.recurrence) else None
     except NotRolled as problem:
         return problem if is_recurrent(loop) else None
 

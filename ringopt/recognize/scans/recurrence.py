@@ -64,6 +64,13 @@ def reading(graph: fx.Graph, roots: Sequence[fx.Node]) -> dict[fx.Node, set[fx.N
     return found
 
 
+def reads_what_it_carries(found: FoundRecurrence) -> bool:
+    """Whether something that is carried is made of what was carried, and by more than sums."""
+    carries, _, _ = found.inputs
+    reads = reading(found.step, carries)
+    return any(reads[new] for new in found.outputs[0]) and not only_sums(found)
+
+
 def only_sums(recurrence: FoundRecurrence) -> bool:
     """Whether nothing is done but to add up one value of each step, and only the sum is read: a sum over experts, taps
     of a filter or scales, which depends on no order."""

@@ -116,6 +116,14 @@ def saturates(x: Tensor, w: Tensor) -> Tensor:
     return out @ w
 
 
+def sums(x: Tensor, w: Tensor) -> Tensor:
+    """What is added up in any order, as over experts."""
+    out = x @ w
+    for k in range(x.shape[-1]):
+        out = out + x[..., k].unsqueeze(-1) * w[k]
+    return out
+
+
 def through_an_alias(x: Tensor, w: Tensor) -> Tensor:
     """A turn reads the row that the turn before has written, by another name."""
     h, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x)

@@ -19,6 +19,7 @@ from tests.harness.models import difference
 ONE_NODE = ["chunks", "last_state", "grows_at_first", "in_a_checkpoint", "partly_seen"]
 MORE = ["tokens", "twice", "some_rows", "Layer"]
 TURN_BY_TURN = {
+    "sums": "it only adds up",
     "saturates": "a step is not affine in what it carries",
     "through_an_alias": "it writes to memory that it may read",
     "through_a_list": "it writes to memory that it may read",
