@@ -35,6 +35,7 @@ from ringopt.frontend.higher_order.associative_scan import (
     keeps_associative_scans,
     trace_as_written,
 )
+from ringopt.frontend.higher_order.scan import leave_loops
 from ringopt.frontend.interpolation import copy_where_sizes_stay
 from ringopt.frontend.loops.rolled import rolls_loops, trace_loops_as_written
 from ringopt.frontend.open_floats import left_open
@@ -150,6 +151,8 @@ def compiled(
         trace_as_written()
         trace_loops_as_written(gm, "its graph stays as it is")
         trace_with_breaks(gm)
+    if made.graph is not None and not anew:
+        leave_loops(made.graph)
     note(made.report)
     raise_or_warn(made.report, options, heard_once(mesh))
     if not anew:

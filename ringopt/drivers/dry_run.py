@@ -23,6 +23,7 @@ from ringopt.frontend.data_sizes.traced_again import (
     traces_sizes,
 )
 from ringopt.frontend.higher_order.associative_scan import keeps_associative_scans
+from ringopt.frontend.higher_order.scan import leave_loops
 from ringopt.frontend.loops.rolled import rolls_loops, trace_loops_as_written
 from ringopt.options import Options
 from ringopt.runtime.crossing import remembering
@@ -54,6 +55,8 @@ class DryRun:
         if made.graph is None:
             trace_loops_as_written(gm, "its graph stays as it is")
             trace_with_breaks(gm)
+        else:
+            leave_loops(made.graph)
         self.graphs.append(made)
         if not any(_has_fractions(value) for value in (*example_inputs, *outputs)):
             return lambda *inputs: gm(*inputs)[: len(outputs)]

@@ -14,7 +14,7 @@ from ringopt.frontend.explicit_autocast import Uncastable, explicit_casts
 from ringopt.frontend.explicit_no_grad import ExplicitDetach
 from ringopt.frontend.flatten import Book, Flatten
 from ringopt.frontend.functionalize import Functional, Unwritable, views_by_value
-from ringopt.frontend.loops.rolled import is_loop
+from ringopt.frontend.loops.rolled import is_loop, leave_loop
 from ringopt.frontend.plain_spelling import spell_plainly
 from ringopt.ir.autograd_function import HigherOrder, OperandPlace, autocast_region
 from ringopt.ir.nodes import is_tensor, shape_of, value_of
@@ -32,6 +32,13 @@ NUMBERS = (int, torch.SymInt)
 def is_scan_operator(node: fx.Node) -> bool:
     """Whether a node calls torch's scan."""
     return isinstance(node.target, HigherOrder) and node.target.operator.name() == "scan"
+
+
+def leave_loops(gm: fx.GraphModule) -> None:
+    """To be called in a backend with the graph that it compiles: has Dynamo trace the frame again where it has calls of
+    torch's scan that stand for loops, as where find_scan is switched off."""
+    for node in filter(is_scan_operator, gm.graph.nodes):
+        leave_loop(node, "no pass takes it")
 
 
 def recurrence_of(node: fx.Node) -> FoundRecurrence:

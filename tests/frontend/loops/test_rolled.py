@@ -132,3 +132,8 @@ def test_in_a_graph_that_is_left_as_it_is_loops_are_as_they_were() -> None:
     """torch's scan is for the passes: no compiler behind ringopt is given one."""
     error, reports, said = compared("grows_at_first", [64, 50], EAGER)
     assert error < 1e-10 and reports[1].sites == () and "its graph stays as it is" in said
+
+
+def test_without_find_scan_loops_are_as_they_were(ranks: Any) -> None:
+    for error, _, said in ranks(2, compared, "tokens", [12], {**EAGER, "disable_passes": ("find_scan",)}):
+        assert error < 1e-10 and "no pass takes it" in said
