@@ -21,9 +21,7 @@ from ringopt.torch_compat.schema import OpOverload, schema_of
 from ringopt.torch_compat.tracing import TracingContext
 
 ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "recompute", "ac_graph_id", CHECKPOINTED)
-FRONTEND = os.path.join(
-    os.path.dirname(os.path.dirname(__file__)), "frontend", ""
-)  # code that Dynamo traces for others
+FRONTEND = os.path.join(os.path.dirname(os.path.dirname(__file__)), "frontend", "")  # what Dynamo traces for others
 
 
 # Of these an operator is known by its name alone: what ringopt's is called no operator of torch is.

@@ -1,8 +1,8 @@
 """Tensors that a loop fills part by part, and may read where it wrote a step before.
 
-y = select_scatter(y, y_t, 1, t)                                   y_t is a result of every step
-y = slice_scatter(y, h_t, 1, 4 * t, 4 * t + 4);  h_t = f(h_t)      h_t is carried, and a result before each step
-h_t = a[:, t] * select(h, 1, t - 1) + ...;  h = select_scatter(h, h_t, 1, t)       h_t is carried
+    y = select_scatter(y, y_t, 1, t)                                   y_t is a result of every step
+    y = slice_scatter(y, h_t, 1, 4 * t, 4 * t + 4);  h_t = f(h_t)      h_t is carried, and a result before each step
+    h_t = a[:, t] * select(h, 1, t - 1) + ...;  h = select_scatter(h, h_t, 1, t)       h_t is carried
 """
 
 from __future__ import annotations

@@ -193,7 +193,9 @@ def made_of(decay: fx.Node, added: fx.Node, constants: Constants) -> list[fx.Nod
     return sorted(found - {decay, added})
 
 
-def proved(decay: fx.Node, added: fx.Node, dim: int, nodes: list[fx.Node], constants: Constants) -> tuple[fx.Node, ...]:
+def proved(
+    decay: fx.Node, added: fx.Node, dim: int, nodes: list[fx.Node], constants: Constants
+) -> tuple[fx.Node, ...]:
     """Those of `nodes` that are h: at two of the elements beside the rows, or at all, where a tensor is small. What is
     multiplied over all rows stays about 1, so that no row is lost in noise."""
     dice = torch.Generator().manual_seed(0)
