@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo import config
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builtin import BuiltinVariable
@@ -89,8 +88,7 @@ def in_the_place_of_loops(
         if head is None or turn is None or not are_enough(turns, turn.fewest):
             return call(self, tx, *args)
         try:
-            with config.patch(nested_graph_breaks=False):
-                noted(head, traced_at_once(tx, turn, turns, scanned, put))
+            noted(head, traced_at_once(tx, turn, turns, scanned, put))
         except RestartAnalysis:
             raise
         except Exception as error:
