@@ -43,6 +43,7 @@ class KnownSizes:
         self.fixed: dict[sympy.Basic, sympy.Basic] = {}
         self.multiples: dict[tuple[sympy.Basic, sympy.Basic], sympy.Basic] = {}
         self.ranges: dict[sympy.Basic, tuple[int, int]] = {}
+        self.unequal = set[sympy.Basic]()  # differences that are not 0
         self.made: dict[sympy.Basic, sympy.Basic] = {}
 
     @staticmethod
@@ -100,10 +101,16 @@ class KnownSizes:
             return isinstance(claim, sympy.Eq)
         low, high = self.bounds(sympy.expand(self(claim.lhs) - self(claim.rhs)))
         if equal:
-            return None if low <= 0 <= high else isinstance(claim, sympy.Ne)
+            differ = not low <= 0 <= high or self.difference(claim) in self.unequal
+            return isinstance(claim, sympy.Ne) if differ else None
         kind = type(claim)
         at_ends = [bool(kind(sympy.Integer(end), 0)) for end in (low, high)]
         return at_ends[0] if at_ends[0] == at_ends[1] else None
+
+    def difference(self, claim: sympy.Basic) -> sympy.Basic:
+        """Of the two sides, but for a factor."""
+        found = sympy.expand(self(claim.lhs) - self(claim.rhs)).primitive()[1]
+        return -found if found.could_extract_minus_sign() else found
 
     def as_multiples(self) -> Iterator[dict[Any, Any]]:
         """Each symbol that is a multiple, as one: n is 4 * (n // 4). The floor itself stays."""
@@ -125,6 +132,7 @@ class KnownSizes:
                 self.learn(each)
         for each in claims:
             self.learn_least(each)
+        self.unequal = {self.difference(each) for each in claims if isinstance(each, sympy.Ne)}
 
     def learn(self, equal: sympy.Eq) -> None:
         """What is equal to zero fixes the floor in it, if there is one, or makes a symbol a multiple of a number."""
@@ -179,7 +187,9 @@ class KnownSizes:
         low, high = range_of(written, self.env, narrower)
         rest = dict[sympy.Basic, tuple[int, int]]()  # 64 * (n // 64) is n - r, of a remainder r
         quotients = dict[sympy.Basic, sympy.Basic]()
-        for each in written.atoms(FloorDiv):
+        floors = written.atoms(FloorDiv)
+        within = {each for outer in floors for each in outer.atoms(FloorDiv) if each is not outer}
+        for each in floors - within:
             if is_positive(each.divisor):
                 remainder = sympy.Dummy(integer=True)
                 rest[remainder] = 0, int(each.divisor) - 1

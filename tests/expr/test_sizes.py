@@ -172,3 +172,28 @@ def test_guards_decide_what_follows_from_them(name: str) -> None:
         return decided
 
     assert at_length(200, look) is CLAIMS[name][1]
+
+
+def test_what_a_guard_says_is_unequal_is_so_in_any_form() -> None:
+    """As torch asks of the strides of a padded length, whose last rows are cut off."""
+
+    def look(n: Any) -> None:
+        padded = n + -n % 4
+
+        def claims(made: Any) -> bool | None:
+            return KnownSizes.of(n.node.shape_env).decide(made.node.expr)
+
+        assert claims(32 * (padded // 4) != 8 * n) is None
+        assert 8 * padded != 8 * n
+        assert claims(32 * (padded // 4) != 8 * n) is True and claims(-n == -4 * (padded // 4)) is False
+        assert claims(padded != n + 1) is None
+
+    at_length(50, look)
+
+
+def test_a_floor_within_a_floor_is_bounded() -> None:
+    def look(n: Any) -> None:
+        least, most = least_and_most(n // ((n + 15) // 16))
+        assert least <= 16 <= most or least <= n // ((n + 15) // 16)
+
+    at_length(400, look)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ from torch._dynamo.variables.builtin import BuiltinVariable
 
 from ringopt.torch_compat import dynamo_ranges
 from ringopt.torch_compat.dynamo import SCAN
-from ringopt.torch_compat.dynamo_ranges import LoopHead, Turn, is_of_first_turn
+from ringopt.torch_compat.dynamo_ranges import LoopHead, RowsInTurns, Turn, is_of_first_turn
 
 
 def program(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -29,16 +30,24 @@ def step(h: Tensor, x_t: Tensor) -> tuple[tuple[Tensor], tuple[Tensor]]:
     return (h,), (h,)
 
 
-def scanned(turn: Any, turns: int, apart: bool, carried: Any, tensors: Any, dims: Any, rest: Any) -> Any:
+def lie(first: int, last: int, step: int) -> tuple[tuple[int, int], ...]:
+    return ((first, 1), (first, 1))
+
+
+def rows_of(x: Tensor, dim: int, wide: bool, turns: int, start: int, size: int) -> Tensor:
+    return x[start : start + turns]
+
+
+def scanned(turn: Any, apart: bool, carried: Any, rows: Any, rest: Any) -> Any:
     def cloned(carry: Any, row: Any) -> Any:
         (new,), (y,) = turn(*carry, *row)
         return (new.clone(),), (y.clone(),)
 
-    return SCAN(cloned, carried, (tensors[0][:turns],))
+    return SCAN(cloned, carried, rows)
 
 
-def put(turns: int, tensors: Any, dims: Any, rows: Any) -> None:
-    tensors[0][:turns] = rows[0]
+def put(into: Any, rows: Any) -> None:
+    into[0].copy_(rows[0])
 
 
 @contextmanager
@@ -52,7 +61,9 @@ def taught(turn: Turn) -> Iterator[list[str]]:
 
     with patch.object(BuiltinVariable, "call_range", BuiltinVariable.call_range):
         noted = lambda head, node: said.append(node.name)  # noqa: E731
-        dynamo_ranges.in_the_place_of_loops(turn_of, scanned, put, noted, lambda head, why: said.append("left"))
+        dynamo_ranges.in_the_place_of_loops(
+            turn_of, rows_of, scanned, put, noted, lambda head, why: said.append("left")
+        )
         torch._dynamo.reset()
         yield said
 
@@ -69,7 +80,7 @@ def nodes(given: tuple[Any, ...]) -> tuple[int, bool]:
     return graphs[-1], all(torch.allclose(*pair) for pair in zip(found, program(*given), strict=True))
 
 
-TURN = Turn(step, ("h",), (("x", 0),), (("out", 0),), ())
+TURN = Turn(step, lie, ("h",), (RowsInTurns("x", 0),), (RowsInTurns("out", 0),), (), ())  # type: ignore[arg-type]
 
 
 def test_its_graph_has_one_node_of_all_turns() -> None:
@@ -84,7 +95,7 @@ def test_where_dynamo_does_not_get_through_it_traces_the_frame_again() -> None:
     def wrong(h: Tensor, x_t: Tensor) -> Any:
         return (h[:1] + x_t[:1],), (h,)
 
-    with taught(Turn(wrong, TURN.carried, TURN.read, TURN.written, ())) as said:  # type: ignore[arg-type]
+    with taught(replace(TURN, function=wrong)) as said:  # type: ignore[arg-type]
         assert nodes((torch.ones(10, 2), 9))[1]
     assert said == ["left"]
 
@@ -108,7 +119,7 @@ def test_a_graph_break_within_is_none_of_the_program() -> None:
         torch._dynamo.config.patch(nested_graph_breaks=True),
     ):
         noted = lambda head, node: said.append(node.name)  # noqa: E731
-        dynamo_ranges.in_the_place_of_loops(turn_of, breaks, put, noted, lambda head, why: said.append("left"))
+        dynamo_ranges.in_the_place_of_loops(turn_of, rows_of, breaks, put, noted, lambda head, why: said.append("left"))
         torch._dynamo.reset()
         assert nodes((torch.ones(10, 2), 9))[1]
     assert said == ["left"]

@@ -22,11 +22,13 @@ import torch.distributed as dist
 import torch.fx as fx
 
 from ringopt.frontend.data_sizes.traced_again import on_ranks
+from ringopt.frontend.loops.rows import NotATurn
 from ringopt.frontend.loops.source import Place, loop_at
-from ringopt.frontend.loops.turn import NotATurn, turn_of
+from ringopt.frontend.loops.turn import turn_of
 from ringopt.ir.notes import LOOP
 from ringopt.output.printable import logger
 from ringopt.torch_compat.dynamo import SCAN, TraceOtherwise, backends_compiling
+from ringopt.torch_compat.dynamo_lists import joined_at_once
 from ringopt.torch_compat.dynamo_ranges import LoopHead, Turn, in_the_place_of_loops, is_of_first_turn
 
 log = logger(__name__)
@@ -47,15 +49,23 @@ def rolls_loops(backend: F) -> F:
 
 def teach_loops() -> None:
     """Has Dynamo do so, for all marked backends."""
-    in_the_place_of_loops(known_turn, scanned, put, noted, left)
+    in_the_place_of_loops(known_turn, rows_of, scanned, put, noted, left)
+    joined_at_once(joined)
 
 
 # ---- what Dynamo traces ----------------------------------------------------------------------------------------------
+def rows_of(x: torch.Tensor, dim: int, wide: bool, turns: int, start: int, size: int) -> torch.Tensor:
+    """Those that the turns read or write, by turns in dim 0. `wide`: each takes `size` side by side."""
+    dim = dim % x.dim()
+    whole = start == 0 and x.shape[dim] == turns * size
+    part = x if whole else x.narrow(dim, start, turns * size)
+    return (part.unflatten(dim, (-1, size)) if wide else part).movedim(dim, 0)
+
+
 def scanned(
-    turn: FunctionType, turns: int, apart: bool, carried: Any, tensors: Any, dims: Any, rest: Any
+    turn: FunctionType, apart: bool, carried: Any, rows: Any, rest: Any
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """What is carried behind all turns, and the rows that they write. `apart`: the first turn is traced by itself."""
-    rows = tuple([rows_of(x, dim, turns).movedim(dim, 0) for x, dim in zip(tensors, dims)])  # noqa: B905 (Dynamo)
 
     def step(carry: Any, row: Any) -> Any:
         new, ys = turn(*carry, *row, *rest)
@@ -68,15 +78,19 @@ def scanned(
     return last, tuple([torch.cat([y[None], later]) for y, later in zip(written, ys)])  # noqa: B905 (Dynamo)
 
 
-def put(turns: int, tensors: Any, dims: Any, rows: Any) -> None:
+def put(into: Any, rows: Any) -> None:
     """The rows, written."""
-    for x, dim, y in zip(tensors, dims, rows):  # noqa: B905 (Dynamo)
-        rows_of(x, dim, turns).copy_(y.movedim(0, dim))
+    for x, y in zip(into, rows):  # noqa: B905 (Dynamo)
+        x.copy_(y)
 
 
-def rows_of(x: torch.Tensor, dim: int, turns: int) -> torch.Tensor:
-    """Those that the turns read or write."""
-    return x if x.shape[dim] == turns else x.narrow(dim, 0, turns)
+def joined(stacked: bool, before: Any, rows: torch.Tensor, dim: int) -> torch.Tensor:
+    """`torch.stack` or `torch.cat` of a list: of what was in it before, and of rows."""
+    dim = dim % (rows.dim() if stacked else rows.dim() - 1)
+    whole = rows.movedim(0, dim) if stacked else rows.movedim(0, dim).flatten(dim, dim + 1)
+    if len(before) == 0:
+        return whole.contiguous()
+    return torch.cat([torch.stack(before, dim) if stacked else torch.cat(before, dim), whole], dim)
 
 
 def laid_out(x: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,71 @@ def chunks(x: Tensor, w: Tensor, size: int = 4) -> Tensor:
     return out.reshape(b, -1, d)[:, :n] @ w
 
 
+def appended(x: Tensor, w: Tensor) -> Tensor:
+    """Its rows stand in a list, as in the loops of Mamba without its kernels."""
+    a = torch.sigmoid(x @ w)
+    h, rows = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = h * a[:, t] + x[:, t]
+        rows.append((h * x[0, t]).cumsum(-1))
+    return torch.stack(rows, dim=-1).transpose(1, 2).reshape(x.shape).tanh() @ w
+
+
+def slices(x: Tensor, w: Tensor, size: int = 4) -> Tensor:
+    """Chunks are slices, of which the last is not padded, and are joined along the sequence, as in MiniMax."""
+    n, rows = x.shape[1], []
+    q, k = x @ w, x * 0.5
+    state = x.new_zeros(x.shape[0], x.shape[2], x.shape[2])
+    for i in range((n + size - 1) // size):
+        start = i * size
+        end = min(start + size, n)
+        many = end - start
+        q_i, k_i = q[:, start:end], k[:, start:end]
+        rows.append(q_i @ state + (q_i @ k_i.transpose(-1, -2)).tril() @ k_i[:, :many])
+        state = state * 0.9**many + k_i.transpose(-1, -2) @ k_i
+    return torch.cat(rows, dim=1) @ w
+
+
+def steps(x: Tensor, w: Tensor, size: int = 4) -> Tensor:
+    """The range goes by chunks, and rows are written."""
+    n, padded = x.shape[1], F.pad(x, (0, 0, 0, -x.shape[1] % size))
+    q, state, out = padded @ w, x.new_zeros(x.shape[0], x.shape[2], x.shape[2]), torch.zeros_like(padded)
+    for start in range(0, padded.shape[1], size):
+        q_i, k_i = q[:, start : start + size], padded[:, start : start + size]
+        out[:, start : start + size] = q_i @ state
+        state = state * 0.9 + k_i.transpose(-1, -2) @ k_i
+    return out[:, :n] @ w
+
+
+def begins_later(x: Tensor, w: Tensor) -> Tensor:
+    """The first row stands in the list before the loop."""
+    h = x[:, 0]
+    rows = [h]
+    for t in range(1, x.shape[1]):
+        h = h * 0.5 + x[:, t] - 0.1 * x[:, t - 1]
+        rows.append(h)
+    return torch.stack(rows, 1) @ w
+
+
+def last_row(x: Tensor, w: Tensor) -> Tensor:
+    """A row is read by itself."""
+    h, rows = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = h * 0.5 + x[:, t]
+        rows.append(h)
+    return torch.stack(rows, 1) @ w + rows[-1][:, None]
+
+
+def written_since(x: Tensor, w: Tensor) -> Tensor:
+    """The last row is written before rows are joined."""
+    h, rows = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = h * 0.5 + x[:, t]
+        rows.append(h)
+    h.mul_(2.0)
+    return torch.stack(rows, 1) @ w
+
+
 def last_state(x: Tensor, w: Tensor) -> Tensor:
     """Nothing is written: only the last state is read."""
     h = x.new_zeros(x.shape[0], 1, x.shape[2])

@@ -16,8 +16,8 @@ from ringopt.frontend.loops.rolled import rolls_loops
 from tests.frontend.loops import programs
 from tests.harness.models import difference
 
-ONE_NODE = ["chunks", "last_state", "grows_at_first", "in_a_checkpoint", "partly_seen"]
-MORE = ["tokens", "twice", "some_rows", "Layer"]
+ONE_NODE = ["chunks", "last_state", "grows_at_first", "in_a_checkpoint", "partly_seen", "appended", "steps"]
+MORE = ["tokens", "twice", "some_rows", "Layer", "begins_later"]
 TURN_BY_TURN = {
     "sums": "it only adds up",
     "saturates": "a step is not affine in what it carries",
@@ -26,6 +26,8 @@ TURN_BY_TURN = {
     "in_place": "mutat",
     "broadcasts": "a row that is written has another shape",
     "counted": "side effect",
+    "last_row": "a list of its rows is read for more than torch.stack or torch.cat",
+    "written_since": "a list of its rows is read for more than torch.stack or torch.cat",
 }
 
 
@@ -92,8 +94,17 @@ def test_what_ranks_share_by_heads_has_a_graph_for_each_length(ranks: Any) -> No
         assert [report.sharded_fraction for report in reports] == [1.0, 1.0, 1.0]
 
 
-def test_one_process_has_one_graph_too() -> None:
-    error, reports, said = compared("chunks", [64, 50, 77, 61], EAGER)
+def test_slices_are_one_node_where_all_turns_have_as_many_rows(ranks: Any) -> None:
+    for error, reports, said in ranks(2, compared, "slices", [64, 48, 50, 72], EAGER):
+        assert error < 1e-10 and said == ""
+        notes = [str(report.notes) for report in reports]
+        assert len(notes) == 3 and "a recurrence of any number of steps is one scan" in notes[1]
+        assert "a recurrence of 12 steps is one scan" in notes[2]  # behind them comes one of two rows
+
+
+@pytest.mark.parametrize("name", ["chunks", "steps", pytest.param("appended", marks=pytest.mark.zoo)])
+def test_one_process_has_one_graph_too(name: str) -> None:
+    error, reports, said = compared(name, [64, 50, 77, 61], EAGER)
     assert error < 1e-10 and said == "" and len(reports) == 2
     assert "a recurrence of any number of steps is one scan (programs.py" in str(reports[1].notes)
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from ringopt.frontend.loops.rows import NotATurn
 from ringopt.frontend.loops.source import loop_at, loops_of
-from ringopt.frontend.loops.turn import NotATurn, turn_of
-from ringopt.torch_compat.dynamo_ranges import Turn
+from ringopt.frontend.loops.turn import turn_of
+from ringopt.torch_compat.dynamo_ranges import RowsInTurns, Turn
 
 
 def state_space(x: Any, a: Any, c: Any, out: Any, h: Any, decay: Any) -> Any:
@@ -35,12 +36,66 @@ def lines_of(code: CodeType) -> set[int]:
 def test_it_reads_rows_carries_what_is_read_before_it_is_set_and_gives_rows() -> None:
     turn = the_turn(state_space, {"h", "out", "x", "a", "c", "decay"})
     assert turn.carried == ("h",)  # y is set before it is read, and not read behind the loop
-    assert turn.read == (("decay", 1), ("a", 0), ("c", -2), ("x", 1))
-    assert turn.written == (("out", 1),) and turn.rest == ("out",)  # out.dtype alone is read of it
-    h, decay, a, c, x, out = (torch.randn(2, 3) for _ in range(6))
-    (carried,), (row,) = turn.function(h, decay, a, c, x, out)
-    assert torch.equal(carried, h * decay[:, None] + a if decay.dim() == 1 else carried)
-    assert row.shape == torch.broadcast_shapes(carried.shape, c.shape)
+    assert turn.read == (
+        RowsInTurns("decay", 1),
+        RowsInTurns("a", 0),
+        RowsInTurns("c", -2),
+        RowsInTurns("x", 1, wide=True),
+    )
+    assert turn.written == (RowsInTurns("out", 1),) and turn.rest == ("out",)  # out.dtype alone is read of it
+    assert turn.lie(0, 8, 1, None) == ((0, 1),) * 5
+    h, decay, a, c, x, out = torch.randn(2, 3), torch.randn(2), *(torch.randn(2, 3) for _ in range(3)), torch.ones(2)
+    (carried,), (row,) = turn.function(h, decay, a, c, x[:, None], out)
+    assert torch.equal(carried, h * decay[:, None] + a) and torch.equal(row, carried * c + x)
+
+
+def in_chunks(x: Any, out: Any, h: Any, size: int) -> Any:
+    states = []
+    for i in range(x.shape[1] // size):
+        start, end = i * size, min((i + 1) * size, x.shape[1])
+        states.append(h)
+        h = h + x[:, start:end].sum(1) / (end - start)
+        out[..., start:end, :] = h[:, None] * x[0, start:end, None, -1]
+    return torch.stack(states), out, h
+
+
+def test_it_takes_as_many_rows_as_a_turn_goes_on_by() -> None:
+    turn = the_turn(in_chunks, {"h", "out", "x", "size", "states"})
+    assert turn.carried == ("h",) and turn.lists == ("states",)
+    assert turn.read == (RowsInTurns("x", 1, wide=True), RowsInTurns("x", 1, wide=True))[:1] and turn.rest == (
+        "size",
+        "x",
+    )
+    assert turn.written == (RowsInTurns("out", -2, wide=True),)
+    x, h = torch.randn(2, 12, 3), torch.randn(2, 3)
+    assert turn.lie(0, 2, 1, 4, x) == ((0, 4), (0, 4))
+    (carried,), (row, state) = turn.function(h, x[:, :4], 4, x)
+    assert torch.equal(carried, h + x[:, :4].sum(1) / 4) and state is h
+    assert torch.equal(row, carried[:, None] * x[0, :4, None, -1])
+
+
+@pytest.mark.parametrize(
+    "first, last, step, size, lies",
+    [(0, 2, 1, 5, False), (1, 2, 1, 4, True), (-1, 2, 1, 4, False), (0, 2, 2, 4, False), (0, 1, 1, 4.0, False)],
+)
+def test_turns_are_alike_that_have_all_rows_one_behind_the_other(
+    first: int, last: int, step: int, size: int, lies: bool
+) -> None:
+    turn = the_turn(in_chunks, {"h", "out", "x", "size", "states"})
+    assert turn.lie(first, last, step, size, torch.ones(2, 12, 3)) == (((first * 4, 4),) * 2 if lies else None)
+
+
+def between(x: Any, h: Any) -> Any:
+    rows = [h]
+    for i in range(1, 9):
+        h = h + x[:, i] - x[:, i - 1]
+        rows.append(h)
+    return torch.stack(rows)
+
+
+def test_rows_may_begin_later() -> None:
+    turn = the_turn(between, {"x", "h", "rows"})
+    assert turn.read == (RowsInTurns("x", 1), RowsInTurns("x", 1)) and turn.lie(1, 8, 1) == ((1, 1), (0, 1))
 
 
 def test_its_lines_are_those_of_the_program() -> None:
@@ -112,10 +167,57 @@ def picks_by_a_tensor(x: Any, h: Any, places: Any) -> Any:
     return h
 
 
-def takes_two_rows(x: Any, h: Any) -> Any:
+def counts_in_a_name(x: Any, h: Any) -> Any:
     for t in range(9):
-        h = h + x[:, t : t + 2].sum(1)
+        scale = 2 * t
+        h = h + x[:, t] * scale
     return h
+
+
+def keeps_a_number(x: Any, h: Any) -> Any:
+    for t in range(9):
+        start = 2 * t
+        h = h + x[:, start : start + 2].sum(1)
+    return h, start
+
+
+def overlaps(x: Any, h: Any) -> Any:
+    for t in range(9):
+        h = h + x[:, t : t * t].sum(1)
+    return h
+
+
+def other_sizes(x: Any, h: Any) -> Any:
+    size = 2
+    for t in range(9):
+        h = h + x[:, t * size : (t + 1) * size].sum(1)
+        size = size + 1
+    return h
+
+
+def reads_a_list(x: Any, h: Any) -> Any:
+    rows = [h]
+    for t in range(9):
+        h = rows[-1] + x[:, t]
+        rows.append(h)
+    return rows
+
+
+def appends_twice(x: Any, h: Any) -> Any:
+    rows = [h]
+    for t in range(9):
+        rows.append(x[:, t])
+        rows.append(h)
+    return rows
+
+
+def appends_sometimes(x: Any, h: Any) -> Any:
+    rows = [h]
+    for t in range(9):
+        h = h + x[:, t]
+        if h is not None:
+            rows.append(h)
+    return rows
 
 
 def in_a_cell(x: Any, h: Any) -> Any:
@@ -132,6 +234,12 @@ def is_matched(x: Any, h: Any, kind: Any) -> Any:
     return h
 
 
+def has_its_own_least(x: Any, h: Any, min: Any) -> Any:
+    for t in range(9):
+        h = h + x[:, t : min(t + 1, 8)]
+    return h
+
+
 class Private:
     def reads(self, x: Any, h: Any) -> Any:
         for t in range(9):
@@ -139,8 +247,16 @@ class Private:
         return h
 
 
+class PrivateSize:
+    def reads(self, x: Any, h: Any) -> Any:
+        for t in range(9):
+            h = h + x[:, t * self.__size : (t + 1) * self.__size]
+        return h
+
+
 MORE_THAN_ROWS = "the number of the turn is read for more than rows of tensors"
 ANOTHER_FORM = "it reads rows in a form that is not known here"
+A_LIST = "it reads a list to which it appends, or appends to it twice"
 READS_OR_TWICE = "it reads what it writes, or writes it twice"
 
 
@@ -156,15 +272,23 @@ READS_OR_TWICE = "it reads what it writes, or writes it twice"
         (adds_to_rows, "it writes rows in a form that is not known here"),
         (changes_what_it_reads, "a tensor of which it reads or writes rows is another in each turn"),
         (picks_by_a_tensor, ANOTHER_FORM),
-        (takes_two_rows, ANOTHER_FORM),
+        (overlaps, ANOTHER_FORM),
+        (counts_in_a_name, MORE_THAN_ROWS),
+        (keeps_a_number, MORE_THAN_ROWS),
+        (other_sizes, "the size of a row is another in each turn"),
+        (reads_a_list, A_LIST),
+        (appends_twice, A_LIST),
+        (appends_sometimes, "it appends to a list in a form that is not known here, or not in each turn"),
         (is_matched, "match stands in it"),
+        (has_its_own_least, "a name of Python's own is another there"),
         (Private.reads, "a name in it is private to a class"),
+        (PrivateSize.reads, "a name in it is private to a class"),
         (in_a_cell, "a name in it is not of its function alone"),
     ],
 )
 def test_a_loop_that_is_more_than_that_is_none(function: Any, why: str) -> None:
     with pytest.raises(NotATurn) as problem:
-        the_turn(function, {"h"})
+        the_turn(function, {"h", "start", "size"})
     assert str(problem.value) == why
 
 

@@ -80,7 +80,8 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tenso
     if loop == "written":
         out = torch.zeros_like(v)
         for i in range(q.shape[2]):
-            state, out[:, :, i] = delta_step(state, [x[:, :, i] for x in chunks])
+            rows = (q[:, :, i], k[:, :, i], near[:, :, i], left[:, :, i], news[:, :, i], olds[:, :, i])
+            state, out[:, :, i] = delta_step(state, rows)
     elif loop == "stacked":
         parts = list[Tensor]()
         for rows in zip(*(x.unbind(2) for x in chunks), strict=True):
