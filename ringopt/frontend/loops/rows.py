@@ -62,11 +62,12 @@ class RowsByName(ast.NodeTransformer):
             return self.generic_visit(node)
         if self.depth == 1 and self.is_number(target, node.value):
             return None
+        known = len(self.written)
         if isinstance(target, ast.Tuple):
             target.elts = [self.row_written(part) for part in target.elts]
         node.value = self.visit(node.value)
         node.targets = [self.visit(self.row_written(target))]
-        return node
+        return [node, *(copied(name, node) for name in [*self.written][known:])]
 
     def row_written(self, target: ast.expr) -> ast.expr:
         """A name for a row that is set; anything else as it is."""
@@ -92,11 +93,22 @@ class RowsByName(ast.NodeTransformer):
         call = node.value
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "append"):
             return self.generic_visit(node)
-        if self.depth > 1 or not isinstance(call.func.value, ast.Name) or len(call.args) != 1 or call.keywords:
+        return self.appended(node, call.func.value, call.args)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> Any:
+        """`states += [value]`."""
+        if not isinstance(node.op, ast.Add) or not isinstance(node.value, ast.List):
+            return self.generic_visit(node)
+        return self.appended(node, node.target, node.value.elts)
+
+    def appended(self, node: ast.stmt, into: ast.expr, values: list[ast.expr]) -> ast.stmt:
+        """A name for a row that is put behind a list."""
+        known = self.depth == 1 and isinstance(into, ast.Name) and len(values) == 1
+        if not known or isinstance(values[0], ast.Starred) or not isinstance(into, ast.Name):
             raise NotATurn("it appends to a list in a form that is not known here, or not in each turn")
-        name = f"{LISTED}{len(self.lists)}_{call.func.value.id}"
-        self.lists[name] = call.func.value.id
-        row = ast.Assign([ast.Name(name, ast.Store())], self.visit(call.args[0]))
+        name = f"{LISTED}{len(self.lists)}_{into.id}"
+        self.lists[name] = into.id
+        row = ast.Assign([ast.Name(name, ast.Store())], self.visit(values[0]))
         return ast.copy_location(row, node)
 
     def visit_Subscript(self, node: ast.Subscript) -> Any:
@@ -169,6 +181,15 @@ class RowsByName(ast.NodeTransformer):
 def parsed(text: str, at: ast.AST) -> ast.expr:
     """An expression that stands where `at` does."""
     found = ast.parse(text, mode="eval").body
+    for node in ast.walk(found):
+        ast.copy_location(node, at)
+    return found
+
+
+def copied(name: str, at: ast.stmt) -> ast.stmt:
+    """A row is what was written: its value may be written in place later."""
+    text = f"{name} = {name}.clone()"
+    (found,) = ast.parse(text).body
     for node in ast.walk(found):
         ast.copy_location(node, at)
     return found

@@ -45,7 +45,7 @@ def turn_of(loop: ast.For, code: CodeType, live: set[str], names: dict[str, Any]
     if AS_EVERYWHERE & {*names, *code.co_varnames, *code.co_freevars}:
         raise NotATurn("a name of Python's own is another there")
     rows = RowsByName(loop.target.id, names_in(body, ast.Store))
-    statements = [kept for statement in body if (kept := rows.visit(statement)) is not None]
+    statements = [kept for statement in body for kept in as_list(rows.visit(statement))]
     stored, loaded = set(names_in(statements, ast.Store)), set(names_in(statements, ast.Load))
     own = {*rows.read, *rows.written, *rows.lists}
     if not rows.read:
@@ -73,6 +73,11 @@ def turn_of(loop: ast.For, code: CodeType, live: set[str], names: dict[str, Any]
         tuple(rows.lists.values()),
         tuple(rest),
     )
+
+
+def as_list(visited: ast.stmt | list[ast.stmt] | None) -> list[ast.stmt]:
+    """The statements that stand in the place of one."""
+    return visited if isinstance(visited, list) else [] if visited is None else [visited]
 
 
 def names_in(statements: Iterable[ast.stmt], kind: type[ast.expr_context]) -> Counter[str]:

@@ -77,7 +77,7 @@ def begins_later(x: Tensor, w: Tensor) -> Tensor:
     rows = [h]
     for t in range(1, x.shape[1]):
         h = h * 0.5 + x[:, t] - 0.1 * x[:, t - 1]
-        rows.append(h)
+        rows += [h]
     return torch.stack(rows, 1) @ w
 
 

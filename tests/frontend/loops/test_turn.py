@@ -85,17 +85,34 @@ def test_turns_are_alike_that_have_all_rows_one_behind_the_other(
     assert turn.lie(first, last, step, size, torch.ones(2, 12, 3)) == (((first * 4, 4),) * 2 if lies else None)
 
 
+def written_then_scaled(x: Any, out: Any, h: Any) -> Any:
+    rows = []
+    for t in range(9):
+        h = h + x[:, t]
+        out[:, t] = h
+        rows.append(h)
+        h *= 2
+    return torch.stack(rows), h
+
+
+def test_a_row_is_what_was_written_and_one_in_a_list_what_it_is_later() -> None:
+    turn = the_turn(written_then_scaled, {"x", "out", "h", "rows"})
+    (h,), (written, listed) = turn.function(torch.ones(2, 3), torch.ones(2, 3))
+    assert torch.equal(written, torch.full((2, 3), 2.0)) and listed is h and torch.equal(h, torch.full((2, 3), 4.0))
+
+
 def between(x: Any, h: Any) -> Any:
     rows = [h]
     for i in range(1, 9):
         h = h + x[:, i] - x[:, i - 1]
-        rows.append(h)
+        rows += [h]
     return torch.stack(rows)
 
 
 def test_rows_may_begin_later() -> None:
     turn = the_turn(between, {"x", "h", "rows"})
     assert turn.read == (RowsInTurns("x", 1), RowsInTurns("x", 1)) and turn.lie(1, 8, 1) == ((1, 1), (0, 1))
+    assert turn.lists == ("rows",)
 
 
 def test_its_lines_are_those_of_the_program() -> None:
@@ -211,6 +228,13 @@ def appends_twice(x: Any, h: Any) -> Any:
     return rows
 
 
+def appends_two(x: Any, h: Any) -> Any:
+    rows = [h]
+    for t in range(9):
+        rows += [x[:, t], h]
+    return rows
+
+
 def appends_sometimes(x: Any, h: Any) -> Any:
     rows = [h]
     for t in range(9):
@@ -278,6 +302,7 @@ READS_OR_TWICE = "it reads what it writes, or writes it twice"
         (other_sizes, "the size of a row is another in each turn"),
         (reads_a_list, A_LIST),
         (appends_twice, A_LIST),
+        (appends_two, "it appends to a list in a form that is not known here, or not in each turn"),
         (appends_sometimes, "it appends to a list in a form that is not known here, or not in each turn"),
         (is_matched, "match stands in it"),
         (has_its_own_least, "a name of Python's own is another there"),
