@@ -70,12 +70,11 @@ def joined_at_once(joined: Callable[..., Any]) -> None:
         if found is None:
             return call(self, tx, args, kwargs)
         rows, dim = found
-        stacked = self.value is torch.stack
-        dims = len(rows.rows.as_proxy().node.meta["example_value"].shape) - (not stacked)
-        if not -dims <= dim < dims or not rows.is_as_it_was():
+        if not rows.is_as_it_was():
             rows.asked()
-        given = [VariableTracker.build(tx, stacked), TupleVariable(rows.before), rows.rows]
-        return VariableTracker.build(tx, joined).call_function(tx, [*given, VariableTracker.build(tx, dim)], {})
+        stacked, along = (VariableTracker.build(tx, each) for each in (self.value is torch.stack, dim))
+        given = [stacked, TupleVariable(rows.before), rows.rows, along]
+        return VariableTracker.build(tx, joined).call_function(tx, given, {})
 
     kind.call_function = called
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.variables.builtin import BuiltinVariable
@@ -98,6 +99,20 @@ def test_where_dynamo_does_not_get_through_it_traces_the_frame_again() -> None:
     with taught(replace(TURN, function=wrong)) as said:  # type: ignore[arg-type]
         assert nodes((torch.ones(10, 2), 9))[1]
     assert said == ["left"]
+
+
+def test_ranges_that_go_down_or_nowhere_are_as_they_were() -> None:
+    def goes(x: Tensor, step: int) -> Tensor:
+        for t in range(9, 0, step):
+            x = x * t
+        return x
+
+    with taught(TURN) as said:
+        x = torch.ones(2)
+        assert torch.equal(torch.compile(goes, backend="eager")(x, -1), goes(x, -1))
+        with pytest.raises(Exception, match="must not be zero"):
+            torch.compile(goes, backend="eager")(x, 0)
+    assert said == []
 
 
 def test_it_is_told_what_only_the_first_turn_does() -> None:

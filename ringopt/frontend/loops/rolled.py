@@ -86,8 +86,9 @@ def put(into: Any, rows: Any) -> None:
 
 def joined(stacked: bool, before: Any, rows: torch.Tensor, dim: int) -> torch.Tensor:
     """`torch.stack` or `torch.cat` of a list: of what was in it before, and of rows."""
-    dim = dim % (rows.dim() if stacked else rows.dim() - 1)
-    whole = rows.movedim(0, dim) if stacked else rows.movedim(0, dim).flatten(dim, dim + 1)
+    at = dim if stacked or dim >= 0 else dim - 1  # counted from the end, of one dim more
+    whole = rows.movedim(0, at)
+    whole = whole if stacked else whole.flatten(at, at + 1)
     if len(before) == 0:
         return whole.contiguous()
     return torch.cat([torch.stack(before, dim) if stacked else torch.cat(before, dim), whole], dim)

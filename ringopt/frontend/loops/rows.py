@@ -27,12 +27,10 @@ class NotATurn(Exception):
 
 
 class RowsByName(ast.NodeTransformer):
-    """`read`, `written` and `lists`: the names of rows, and what they are rows of. `stores`: how often the loop sets a
-    name."""
+    """`read`, `written` and `lists`: the names of rows, and what they are rows of."""
 
-    def __init__(self, number: str, stores: dict[str, int]):
+    def __init__(self, number: str):
         self.numbers = Numbers(number)
-        self.stores = stores
         self.read: dict[str, RowsInTurns] = {}
         self.written: dict[str, RowsInTurns] = {}
         self.lists: dict[str, str] = {}
@@ -81,7 +79,7 @@ class RowsByName(ast.NodeTransformer):
     def is_number(self, target: ast.expr, value: ast.expr) -> bool:
         """Whether it only sets names to numbers that follow from that of the turn; they are known from here on."""
         pairs = list(parts_of(target, value))
-        names = [name.id for name, _ in pairs if isinstance(name, ast.Name) and self.stores.get(name.id) == 1]
+        names = [name.id for name, _ in pairs if isinstance(name, ast.Name)]
         values = [self.numbers.value(part) if self.numbers.counts(part) else None for _, part in pairs]
         if len(names) < len(pairs) or None in values:
             return False

@@ -13,7 +13,6 @@ that decides whether this is the loop is for Dynamo to say, which traces it.
 from __future__ import annotations
 
 import ast
-from collections import Counter
 from collections.abc import Iterable
 from copy import deepcopy
 from types import CodeType, FunctionType
@@ -44,14 +43,14 @@ def turn_of(loop: ast.For, code: CodeType, live: set[str], names: dict[str, Any]
         raise NotATurn("it has an else, or counts in several names")
     if AS_EVERYWHERE & {*names, *code.co_varnames, *code.co_freevars}:
         raise NotATurn("a name of Python's own is another there")
-    rows = RowsByName(loop.target.id, names_in(body, ast.Store))
+    rows = RowsByName(loop.target.id)
     statements = [kept for statement in body for kept in as_list(rows.visit(statement))]
-    stored, loaded = set(names_in(statements, ast.Store)), set(names_in(statements, ast.Load))
+    stored, loaded = names_in(statements, ast.Store), names_in(statements, ast.Load)
     own = {*rows.read, *rows.written, *rows.lists}
     if not rows.read:
         raise NotATurn("it reads no rows")
     sizes = rows.sizes(loop)
-    sized = set(names_in([ast.Expr(sizes)], ast.Load)) - {FIRST, LAST, STEP}
+    sized = names_in([ast.Expr(sizes)], ast.Load) - {FIRST, LAST, STEP}
     check(rows, code, live, sized, stored - own, [*statements, ast.Expr(sizes)])
     carried = sorted((stored - own) & live)
     rest = sorted(((loaded | sized) - own - stored) & set(code.co_varnames))
@@ -80,10 +79,10 @@ def as_list(visited: ast.stmt | list[ast.stmt] | None) -> list[ast.stmt]:
     return visited if isinstance(visited, list) else [] if visited is None else [visited]
 
 
-def names_in(statements: Iterable[ast.stmt], kind: type[ast.expr_context]) -> Counter[str]:
-    """How often names are loaded, or stored."""
+def names_in(statements: Iterable[ast.stmt], kind: type[ast.expr_context]) -> set[str]:
+    """The names that are loaded, or stored."""
     nodes = (node for statement in statements for node in ast.walk(statement))
-    return Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, kind))
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, kind)}
 
 
 def check(
@@ -91,7 +90,7 @@ def check(
 ) -> None:
     """Raises NotATurn. `sized`: the names that say how rows lie; `stored`: those that a turn sets."""
     numbers = {rows.numbers.number, *rows.numbers.named}
-    named = {*names_in(statements, ast.Load), *names_in(statements, ast.Store)}
+    named = names_in(statements, ast.Load) | names_in(statements, ast.Store)
     tensors = {found.tensor for found in (*rows.read.values(), *rows.written.values())}
     written = [found.tensor for found in rows.written.values()]
     lists = [*rows.lists.values()]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ringopt
 import ringopt.backend
-from ringopt.frontend.loops.rolled import rolls_loops
+from ringopt.frontend.loops.rolled import joined, rolls_loops
 from tests.frontend.loops import programs
 from tests.harness.models import difference
 
@@ -27,6 +27,7 @@ TURN_BY_TURN = {
     "broadcasts": "a row that is written has another shape",
     "counted": "side effect",
     "last_row": "a list of its rows is read for more than torch.stack or torch.cat",
+    "in_a_deque": "it appends to what is no list",
     "written_since": "a list of its rows is read for more than torch.stack or torch.cat",
 }
 
@@ -80,8 +81,11 @@ def test_one_graph_serves_any_number_of_turns(name: str, p: int, ranks: Any) -> 
         assert all(report.sharded_fraction > 0.95 for report in reports)
 
 
+OFTEN = ("through_an_alias", "through_a_list", "written_since")
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.zoo] * (not name.startswith("through"))) for name in TURN_BY_TURN]
+    "name", [pytest.param(name, marks=[pytest.mark.zoo] * (name not in OFTEN)) for name in TURN_BY_TURN]
 )
 def test_what_is_more_than_that_is_traced_turn_by_turn(name: str, ranks: Any) -> None:
     for error, _, said in ranks(2, compared, name, [12, 9], EAGER):
@@ -102,11 +106,24 @@ def test_slices_are_one_node_where_all_turns_have_as_many_rows(ranks: Any) -> No
         assert "a recurrence of 12 steps is one scan" in notes[2]  # behind them comes one of two rows
 
 
-@pytest.mark.parametrize("name", ["chunks", "steps", pytest.param("appended", marks=pytest.mark.zoo)])
+@pytest.mark.parametrize(
+    "name", ["chunks", *(pytest.param(name, marks=pytest.mark.zoo) for name in ("appended", "steps"))]
+)
 def test_one_process_has_one_graph_too(name: str) -> None:
     error, reports, said = compared(name, [64, 50, 77, 61], EAGER)
     assert error < 1e-10 and said == "" and len(reports) == 2
     assert "a recurrence of any number of steps is one scan (programs.py" in str(reports[1].notes)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
+@pytest.mark.parametrize("join", [torch.stack, torch.cat])
+def test_rows_are_joined_as_a_list_of_them_is(join: Any, dim: int) -> None:
+    rows, before = torch.randn(5, 2, 3, 4), [torch.randn(2, 3, 4), torch.randn(2, 3, 4)]
+    for kept in ([], before):
+        found, expected = joined(join is torch.stack, kept, rows, dim), join([*kept, *rows], dim)
+        assert torch.equal(found, expected) and found.stride() == expected.stride()
+    with pytest.raises(IndexError):
+        joined(join is torch.stack, [], rows, 4)
 
 
 def test_a_graph_is_as_large_for_many_turns() -> None:

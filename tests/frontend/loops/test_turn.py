@@ -109,6 +109,22 @@ def between(x: Any, h: Any) -> Any:
     return torch.stack(rows)
 
 
+def of_a_new_dim(x: Any, h: Any) -> Any:
+    for i in range(9):
+        start = i
+        h = h + x[None, :, start]
+        start = i + 1
+        h = h * x[0, start]
+    return h
+
+
+def test_a_dim_is_one_of_the_tensor_and_a_number_what_it_is_there() -> None:
+    turn = the_turn(of_a_new_dim, {"x", "h"})
+    assert turn.read == (RowsInTurns("x", 1), RowsInTurns("x", 1)) and turn.lie(0, 8, 1) == ((0, 1), (1, 1))
+    h, now, later = torch.ones(1, 2, 3), torch.randn(2, 3), torch.randn(2, 3)
+    assert torch.equal(turn.function(h, now, later)[0][0], (h + now[None]) * later[0])
+
+
 def test_rows_may_begin_later() -> None:
     turn = the_turn(between, {"x", "h", "rows"})
     assert turn.read == (RowsInTurns("x", 1), RowsInTurns("x", 1)) and turn.lie(1, 8, 1) == ((1, 1), (0, 1))
@@ -201,6 +217,50 @@ def keeps_a_number(x: Any, h: Any) -> Any:
 def overlaps(x: Any, h: Any) -> Any:
     for t in range(9):
         h = h + x[:, t : t * t].sum(1)
+    return h
+
+
+def squares(x: Any, h: Any) -> Any:
+    for t in range(9):
+        h = h + x[:, t * t]
+    return h
+
+
+def skips(x: Any, h: Any) -> Any:
+    for t in range(9):
+        h = h + x[:, 2 * t : 2 * t + 2 : 2].sum(1)
+    return h
+
+
+def makes_a_dim(x: Any, h: Any) -> Any:
+    for t in range(9):
+        h = h + x[True, t]
+    return h
+
+
+def sets_a_number_again(x: Any, h: Any, odd: Any) -> Any:
+    for t in range(9):
+        start = t
+        if odd:
+            start = t + 1
+        h = h + x[:, start]
+    return h
+
+
+def appends_all(x: Any, h: Any) -> Any:
+    rows = [h]
+    for t in range(9):
+        rows += [*x[:, t]]
+    return rows
+
+
+KEPT: list[Any] = []
+
+
+def appends_elsewhere(x: Any, h: Any) -> Any:
+    for t in range(9):
+        h = h + x[:, t]
+        KEPT.append(h)
     return h
 
 
@@ -297,6 +357,12 @@ READS_OR_TWICE = "it reads what it writes, or writes it twice"
         (changes_what_it_reads, "a tensor of which it reads or writes rows is another in each turn"),
         (picks_by_a_tensor, ANOTHER_FORM),
         (overlaps, ANOTHER_FORM),
+        (squares, ANOTHER_FORM),
+        (skips, ANOTHER_FORM),
+        (makes_a_dim, ANOTHER_FORM),
+        (sets_a_number_again, MORE_THAN_ROWS),
+        (appends_all, "it appends to a list in a form that is not known here, or not in each turn"),
+        (appends_elsewhere, "a name in it is not of its function alone"),
         (counts_in_a_name, MORE_THAN_ROWS),
         (keeps_a_number, MORE_THAN_ROWS),
         (other_sizes, "the size of a row is another in each turn"),
