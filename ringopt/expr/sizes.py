@@ -69,12 +69,22 @@ class KnownSizes:
         made = in_floors(size.func(*args) if tuple(args) != size.args else size)
         if isinstance(made, Max):
             made = self.largest(made)
+        if isinstance(made, FloorDiv) and not is_positive(made.divisor):
+            made = self.quotient(made)
         if (
             isinstance(made, (Mod, PythonMod)) and self.bounds(made.args[0])[0] >= 0
         ):  # m % (64 * m), of m chunks, 1 or more
             whole, by = made.args
             made = whole if self.bounds(sympy.expand(by - whole))[0] > 0 else made
         return cast(sympy.Basic, made.xreplace(self.fixed))
+
+    def quotient(self, size: FloorDiv) -> sympy.Basic:
+        """A number where it is one, of a symbol that is a multiple: n // (n // 16) is 16."""
+        for each in self.as_multiples():
+            found = FloorDiv(size.base.xreplace(each), size.divisor.xreplace(each))
+            if found.is_Integer:
+                return cast(sympy.Basic, found)
+        return size
 
     def largest(self, size: Max) -> sympy.Basic:
         """That of some sizes which is no smaller than any other, where it is known which."""
@@ -150,8 +160,9 @@ class KnownSizes:
         part, symbol = value.as_coeff_Mul()
         if value.is_Integer:
             self.fix(function, value)
-        elif symbol.is_Symbol and part > 0 and (1 / part).is_Integer:
+        elif symbol.is_Symbol and part > 0 and (1 / part).is_Integer and (symbol, 1 / part) not in self.multiples:
             self.multiples[symbol, 1 / part] = function
+            self.made.clear()
 
     def learn_least(self, claim: sympy.Basic) -> None:
         """What has to be so many at least, where a guard says that of a floor: the base is then longer."""

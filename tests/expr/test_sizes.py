@@ -108,6 +108,18 @@ def test_a_length_that_a_number_divides() -> None:
     at_length(40, look)
 
 
+def test_a_chunk_of_a_length_that_a_number_divides_has_as_many_rows() -> None:
+    """As views spell it, whose other dims are known."""
+
+    def look(n: Any) -> None:
+        assert is_open(n // (n // 16))
+        assert n % 16 == 0
+        assert plain(n // (n // 16)) == 16 and is_open((n // 16) // (n // 32))
+        assert divides(4, n // (n // 16))
+
+    at_length(48, look)
+
+
 def test_a_length_of_as_many_rows_as_its_parts_have() -> None:
     """As torch compares the elements of a view: blocks of four rows of 16 numbers."""
 
