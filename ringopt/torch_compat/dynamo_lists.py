@@ -7,7 +7,7 @@ from functools import wraps
 from typing import Any, NoReturn
 
 import torch
-from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -49,8 +49,8 @@ for _name in ASKED_BY:
 
 
 def is_open_list(variable: VariableTracker) -> bool:
-    """Whether it is a list to which items may be appended."""
-    return type(variable) is ListVariable and variable.is_mutable()
+    """Whether it is a list that the program has made, so that nobody holds it whom Dynamo does not know."""
+    return type(variable) is ListVariable and isinstance(variable.mutation_type, ValueMutationNew)
 
 
 def put_behind(tx: Any, variable: Any, rows: Any, watched: Iterable[torch.Tensor], left: Callable[[], None]) -> None:

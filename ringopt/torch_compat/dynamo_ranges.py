@@ -218,18 +218,21 @@ def traced_at_once(
 
 
 def check(tx: Any, turn: Turn, found: dict[str, Any]) -> list[torch.Tensor]:
-    """Raises NotOneNode where a name is no tensor, or rows are written to memory that a turn may read. Returns all that
-    it may read."""
+    """Raises NotOneNode where a name is no tensor, or rows go to memory or a list that a turn may read. Returns the
+    tensors that it may read."""
     if not all(isinstance(found[rows.tensor], TensorVariable) for rows in (*turn.read, *turn.written)):
         raise NotOneNode("it reads or writes rows of what is no tensor")
     if not turn.first_apart and not all(isinstance(found[name], TensorVariable) for name in turn.carried):
         raise OtherAtFirst("what is carried into it is no tensor")
     if not all(is_open_list(found[name]) for name in turn.lists):
-        raise NotOneNode("it appends to what is no list")
+        raise NotOneNode("it appends to what is no list, or one that others may hold")
     written = {rows.tensor: storage_of(value_in(found[rows.tensor])) for rows in turn.written}
     others = list[Any]()
     kept = [list(each.values()) for each in tx.output.side_effects.store_attr_mutations.values()]
-    VariableTracker.visit(others.append, [*(x for name, x in found.items() if name not in written), *kept])
+    apart = {*written, *turn.lists}
+    VariableTracker.visit(others.append, [*(x for name, x in found.items() if name not in apart), *kept])
+    if any(each is found[name] for each in others for name in turn.lists):
+        raise NotOneNode("it appends to a list that it may read")
     values = [value_in(x) for x in others if isinstance(x, TensorVariable)]
     for tracer in (tx.output.current_tracer, tx.output.root_tracer):
         values += [node.meta.get("example_value") for node in tracer.graph.find_nodes(op="placeholder")]

@@ -1,9 +1,11 @@
 """Rows of tensors that a turn of a loop reads and writes, or puts behind a list: names stand in their place.
 
-q_i = q[:, i]                                          q_i = row_0
-k_i = k[:, start:end, None]                     ->     k_i = row_1[:, :, None]
-out[:, i] = q_i @ k_i                                  row_2 = q_i @ k_i
-states.append(q_i)                                     row_3 = q_i
+    q_i = q[:, i]                                          q_i = row_0
+    k_i = k[:, start:end, None]                     ->     k_i = row_1[:, :, None]
+    out[:, i] = q_i @ k_i                                  row_2 = (q_i @ k_i).clone()
+    states.append(q_i)                                     row_3 = q_i
+
+Where they begin and how many a turn has may follow from the number of the turn by sums and products.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ TURN_BY_TURN = {
     "broadcasts": "a row that is written has another shape",
     "counted": "side effect",
     "last_row": "a list of its rows is read for more than torch.stack or torch.cat",
-    "in_a_deque": "it appends to what is no list",
+    "through_another_name": "it appends to a list that it may read",
+    "in_a_deque": "it appends to what is no list, or one that others may hold",
     "written_since": "a list of its rows is read for more than torch.stack or torch.cat",
 }
 
@@ -81,7 +82,7 @@ def test_one_graph_serves_any_number_of_turns(name: str, p: int, ranks: Any) -> 
         assert all(report.sharded_fraction > 0.95 for report in reports)
 
 
-OFTEN = ("through_an_alias", "through_a_list", "written_since")
+OFTEN = ("through_an_alias", "through_a_list", "through_another_name", "written_since")
 
 
 @pytest.mark.parametrize(
