@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 
 from ringopt.frontend.loops.numbers import Numbers
 from ringopt.torch_compat.dynamo_ranges import RowsInTurns
 
+N = TypeVar("N", bound=ast.AST)
 ROW, LISTED = "_ringopt_row_", "_ringopt_listed_"
 FIRST, LAST, STEP = "_ringopt_first", "_ringopt_last", "_ringopt_step"  # numbers of turns
 ANOTHER_FORM = "it reads rows in a form that is not known here"
@@ -103,8 +104,8 @@ class RowsByName(ast.NodeTransformer):
 
     def appended(self, node: ast.stmt, into: ast.expr, values: list[ast.expr]) -> ast.stmt:
         """A name for a row that is put behind a list."""
-        known = self.depth == 1 and isinstance(into, ast.Name) and len(values) == 1
-        if not known or isinstance(values[0], ast.Starred) or not isinstance(into, ast.Name):
+        one = len(values) == 1 and not isinstance(values[0], ast.Starred)
+        if self.depth > 1 or not one or not isinstance(into, ast.Name):
             raise NotATurn("it appends to a list in a form that is not known here, or not in each turn")
         name = f"{LISTED}{len(self.lists)}_{into.id}"
         self.lists[name] = into.id
@@ -174,22 +175,22 @@ class RowsByName(ast.NodeTransformer):
             first, size = self.numbers.written(start, FIRST), self.numbers.written(width)
             found.append(f"({first}, {size}), ")
             asked += [f"({self.numbers.written(start.diff(turn))}) * {STEP} == {size}", f"{first} >= 0"]
-        asked += [f"isinstance({ast.unparse(node)}, int)" for node in self.numbers.used_atoms()]
-        return parsed(f"({''.join(found)}) if {' and '.join(asked)} else None", at)
+        whole = [f"isinstance({ast.unparse(node)}, int)" for node in self.numbers.used_atoms()]
+        return parsed(f"({''.join(found)}) if {' and '.join([*whole, *asked])} else None", at)
 
 
 def parsed(text: str, at: ast.AST) -> ast.expr:
     """An expression that stands where `at` does."""
-    found = ast.parse(text, mode="eval").body
-    for node in ast.walk(found):
-        ast.copy_location(node, at)
-    return found
+    return placed(ast.parse(text, mode="eval").body, at)
 
 
 def copied(name: str, at: ast.stmt) -> ast.stmt:
     """A row is what was written: its value may be written in place later."""
-    text = f"{name} = {name}.clone()"
-    (found,) = ast.parse(text).body
+    return placed(ast.parse(f"{name} = {name}.clone()").body[0], at)
+
+
+def placed(found: N, at: ast.AST) -> N:
+    """All of it, where `at` stands."""
     for node in ast.walk(found):
         ast.copy_location(node, at)
     return found

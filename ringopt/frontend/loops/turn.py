@@ -91,7 +91,7 @@ def check(
     """Raises NotATurn. `sized`: the names that say how rows lie; `stored`: those that a turn sets."""
     numbers = {rows.numbers.number, *rows.numbers.named}
     named = names_in(statements, ast.Load) | names_in(statements, ast.Store)
-    tensors = {found.tensor for found in (*rows.read.values(), *rows.written.values())}
+    tensors = tensors_of(rows.read) | tensors_of(rows.written)
     written = [found.tensor for found in rows.written.values()]
     lists = [*rows.lists.values()]
     if numbers & named or rows.numbers.named.keys() & live:
