@@ -26,6 +26,7 @@ from ringopt.passes.shard_sequence import ShardSequence
 from ringopt.passes.split_weights import SplitWeights
 from ringopt.passes.strip_repeat_kv import StripRepeatKv
 from ringopt.passes.sync_gradients import SyncGradients
+from ringopt.passes.unroll_scan import UnrollScan
 from ringopt.pipeline import Pass
 
 UNDERSTAND = (
@@ -44,7 +45,7 @@ UNDERSTAND = (
     DrawByPosition(),  # random numbers are the same on any number of ranks
 )
 
-ALONE = (*UNDERSTAND, Lower())  # of one process: nothing is spread, and outputs have their strides
+ALONE = (*UNDERSTAND, Lower(), UnrollScan())  # of one process: nothing is spread, and outputs have their strides
 
 LINE = (
     *UNDERSTAND,
@@ -52,6 +53,7 @@ LINE = (
     ShardSequence(),  # every value is replicated or sharded
     SyncGradients(),  # the gradients of parameters travel in buckets, or are left to a wrapper
     Lower(),  # local sizes are known and right; outputs have their strides
+    UnrollScan(),  # short scans of one process are compiled step by step
     Recompute(),  # what a checkpoint computes again sends nothing
     Schedule(),  # each attention says whether its exchange starts before it
 )

@@ -32,7 +32,7 @@ from ringopt.recognize.scans.hoist import SplitStep, hoisted
 from ringopt.recognize.scans.loop import Loop
 from ringopt.recognize.scans.parallel_scan import ParallelScan, parallel_scan
 from ringopt.recognize.scans.recurrence import FoundRecurrence, NotRolled
-from ringopt.recognize.scans.segment_sums import SegmentSum, segment_sum
+from ringopt.recognize.scans.segment_sums import FASTER_WRITTEN, SegmentSum, segment_sum
 from ringopt.rewrite import Facts, Rewrite
 from ringopt.scans.affine import prove_affine
 from ringopt.scans.body import NoBody, to_text
@@ -57,8 +57,7 @@ class Found:
 
 @dataclass(frozen=True)
 class FindScan(Rewrite["Loop | fx.Node", Found]):
-    """Rewrites each recurrence that ranks can share as `ringopt::scan`: its step is affine in what it carries, or it is
-    many that know nothing of each other."""
+    """Rewrites each recurrence that ranks can share as one `ringopt::scan`: it is affine, or many beside each other."""
 
     name = "find_scan"
     reads = ("mesh", "values")
@@ -76,9 +75,9 @@ class FindScan(Rewrite["Loop | fx.Node", Found]):
             return of_operator(subject)
         if not subject.users:
             return None
-        guards = facts.context.mesh.size > 1  # one process leaves all sizes open
-        found = segment_sum(subject, facts.constants, guards) or parallel_scan(subject, facts.constants)
-        return of_tree(found) if found is not None else None
+        shared = facts.context.mesh.size > 1  # one process leaves all sizes open
+        found = segment_sum(subject, facts.constants, shared) or parallel_scan(subject, facts.constants)
+        return of_tree(found, shared) if found is not None else None
 
     def check(self, found: Found, facts: Facts) -> Refusal | None:
         if isinstance(found.text, Refusal):
@@ -145,6 +144,7 @@ def with_body(found: FoundRecurrence, parts: SplitStep, put: Callable[[fx.Graph,
     return Found(found.steps, found.like, text, parts.kinds, lambda graph: put(graph, text))
 
 
-def of_tree(found: SegmentSum | ParallelScan) -> Found:
+def of_tree(found: SegmentSum | ParallelScan, shared: bool) -> Found:
     """What a sum with decays is, or one in rounds."""
-    return Found(found.steps, found.node, found.text, found.kinds, found.rewrite)
+    stays = not shared and isinstance(found, SegmentSum) and found.is_short
+    return Found(found.steps, found.node, FASTER_WRITTEN if stays else found.text, found.kinds, found.rewrite)

@@ -57,6 +57,7 @@ class Context:
     left               outputs that stay on their ranks, by place, and how they are spread
     gathered           outputs that are whole, by place, and the rows that they are gathered from
     step               the pass that runs, or ran last
+    improved           whether the graph is one that an inner compiler makes faster code of, on one process too
     spreads            whether something is to be spread, once strategies are chosen
     order              while the passes run, the order of inputs and outputs that is not the caller's
     canonical          that order, afterwards: compilers below get the graph in it again
@@ -87,6 +88,7 @@ class Context:
     left: dict[int, Spread] = field(default_factory=dict)
     gathered: dict[int, Sharded] = field(default_factory=dict)
     step: str = "capture"
+    improved: bool = False
     spreads: bool | None = None
     order: Order | None = None
     canonical: Order | None = None

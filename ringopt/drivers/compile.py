@@ -227,7 +227,7 @@ def passed_through(gm: fx.GraphModule, example_inputs: Sequence[Any], context: C
     scans = any(info.refusal is None for info in context.scans.values()) or (mesh.size == 1 and left)
     if sites or scans or context.given or context.pairs or context.cuts or context.mixed:
         return replace(Compiled.of(made, report, context), pairs=snapshot.counterparts(made.graph, context), work=work)
-    if context.drawn or left or has_copies(made.graph.graph):  # nothing is spread, so nothing is compared
+    if context.drawn or context.improved or left or has_copies(made.graph.graph):  # nothing is spread, or compared
         return replace(Compiled.of(made, report, context), program=None, work=work)
     return Compiled(None, report, work=work)
 

@@ -18,7 +18,13 @@ from ringopt.ir.autograd_function import CustomGradient, HigherOrder
 from ringopt.ir.nodes import is_tensor, op_name, origin, value_of
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.symbolic_sizes import note_value
-from ringopt.torch_compat.fake_tensors import FakeTensor, FakeTensorMode, detect_fake_mode, enable_python_dispatcher
+from ringopt.torch_compat.fake_tensors import (
+    FakeTensor,
+    FakeTensorMode,
+    detect_fake_mode,
+    enable_python_dispatcher,
+    without_error_log,
+)
 from ringopt.torch_compat.operators import TO_COPY
 from ringopt.torch_compat.pytree import tree_map
 from ringopt.torch_compat.tensors import TorchDispatchMode, storage_key
@@ -153,7 +159,7 @@ class Casting(fx.Interpreter):
 
         args, kwargs = tree_map(prepared, self.fetch_args_kwargs_from_env(node))
         try:
-            with torch.autocast(self.regions[-1][0], enabled=False), SeenCasts() as seen:
+            with torch.autocast(self.regions[-1][0], enabled=False), without_error_log(), SeenCasts() as seen:
                 node.target(*args, **kwargs)
         except RuntimeError:
             return None  # such as "expected m1 and m2 to have the same dtype": autocast is what makes it run

@@ -83,6 +83,20 @@ def test_sizes_that_come_up_in_a_region_are_bound():
     assert set(index.meta["unbacked_bindings"]) == free_unbacked_symbols(value_of(index))
 
 
+def test_what_runs_only_under_autocast_logs_no_error(caplog):
+    """That it does not run outside is how the casts are found, and nothing for users to read."""
+
+    @torch.autocast("cpu", dtype=torch.bfloat16)
+    def product(x):
+        return x.softmax(-1) @ (x @ x)  # one is of float32, the other of bfloat16
+
+    flat = capture(*captured(product, torch.randn(2, 4, 4))).graph
+    explicit_casts(flat)
+    (last,) = flat.graph.output_node().args[0]
+    assert [op_name(x) for x in last.args] == ["to", "matmul"] and value_of(last).dtype == torch.bfloat16
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 @torch.autocast("cpu", dtype=torch.bfloat16)
 def rows_of(x):
     return x.shape[0] if x is not None else torch.ones(2, 2) @ torch.ones(2, 2)

@@ -37,9 +37,9 @@ def stepped(step, state, x):
     return torch.stack(out, 1)
 
 
-def assert_same_numbers(program, inputs, loop=None):
+def assert_same_numbers(program, inputs, loop=None, ranks=1):
     """What the pass makes of a program gives its numbers, and its gradients; or those of the same as a loop."""
-    gm, context = after(PASSES, program, *inputs)
+    gm, context = after(PASSES, program, *inputs, ranks=ranks)
     original, _ = after([], loop or program, *inputs)
     for found, expected in zip(results(gm, gm.meta["inputs"]), results(original, gm.meta["inputs"]), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
@@ -261,8 +261,18 @@ CHUNKED = ((2, 3, 5), (2, 5, 3, 4, 6))
     ids=lambda each: each.__name__,
 )
 def test_a_sum_with_decays_is_a_scan(product, decays):
-    gm, _ = assert_same_numbers(lambda a, states: product(a, states, decays), given(*CHUNKED))
+    gm, _ = assert_same_numbers(lambda a, states: product(a, states, decays), given(*CHUNKED), ranks=2)
     assert ops(gm).count("scan") == 1 and "cumsum" not in ops(gm)
+
+
+def test_one_process_multiplies_a_matrix_of_few_decays_as_it_is_written():
+    def program(a, states):
+        return by_sum(a, states, masked_first)
+
+    gm, context = after(PASSES, program, *given(*CHUNKED))
+    assert "scan" not in ops(gm) and "up to 128 steps" in context.notes[0]
+    gm, _ = assert_same_numbers(program, given((1, 1, 129), (1, 129, 1, 1, 1)))
+    assert ops(gm).count("scan") == 1
 
 
 def test_decays_and_what_they_multiply_may_have_other_dtypes_than_the_sum():
@@ -273,7 +283,7 @@ def test_decays_and_what_they_multiply_may_have_other_dtypes_than_the_sum():
         torch.float64: lambda a, states: by_sum(a, states.float(), masked_first),
     }
     for dtype, program in programs.items():
-        gm, _ = after(PASSES, program, a, states)
+        gm, _ = after(PASSES, program, a, states, ranks=2)
         assert ops(gm).count("scan") == 1 and "cumsum" not in ops(gm)
         (found,) = gm(*gm.meta["inputs"])
         expected = program(a, states)
@@ -303,7 +313,7 @@ def test_the_states_before_each_chunk_take_no_step_more_than_there_are_chunks(re
         decays = masked_first(F.pad(a, (1, 0))).transpose(1, 3)
         return read((decays[..., None, None] * joined).sum(1))
 
-    gm, _ = assert_same_numbers(program, given(*CHUNKED))
+    gm, _ = assert_same_numbers(program, given(*CHUNKED), ranks=2)
     (call,) = (OpCall.of(node) for node in gm.graph.nodes if is_scan(node))
     assert {x.meta["val"].shape[0] for x in call["xs"]} == {steps}
     assert ("cat" in ops(gm)) == (steps == 6)
@@ -320,7 +330,7 @@ NO_DECAYS = {
 
 @pytest.mark.parametrize("name", NO_DECAYS)
 def test_another_matrix_is_none(name):
-    gm, context = after(PASSES, lambda a, states: by_sum(a, states, NO_DECAYS[name]), *given(*CHUNKED))
+    gm, context = after(PASSES, lambda a, states: by_sum(a, states, NO_DECAYS[name]), *given(*CHUNKED), ranks=2)
     assert "scan" not in ops(gm) and not context.notes
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from ringopt.dims.contraction import Product, product_of
 from ringopt.ir.constants import Constants
 from ringopt.ir.nodes import emit, op_name, shape_of, value_of
+from ringopt.ir.refusal import Refusal
 from ringopt.ir.symbolic_sizes import at_hand, is_open, longest, same
 from ringopt.recognize.scans.at_points import AtFew, NotAlike, as_written, evaluated
 from ringopt.recognize.scans.states_before import Parts, in_order_of, joined_in, put, readers, without_first
@@ -42,6 +43,8 @@ LARGEST = 1 << 26  # elements of a matrix whose numbers are looked at
 FARTHEST = 40  # ops between a matrix of decays and its exponents
 FEWEST = 3
 SCALES = (0.1, 1.0, 3.0)
+SHORT = 128  # steps of which one process multiplies the matrix as fast as it takes the steps one after the other
+FASTER_WRITTEN = Refusal(f"of up to {SHORT} steps, the product with its matrix of decays is as fast on one process")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,11 @@ class SegmentSum:
         """May be open."""
         rows: int = shape_of(self.source)[self.along]
         return rows - int(self.before is not None)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the number of steps is known, and so small that its square costs little."""
+        return not is_open(self.steps) and self.steps <= SHORT
 
     @property
     def out(self) -> list[str]:
