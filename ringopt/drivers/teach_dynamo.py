@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 from ringopt.drivers.without_graph import warn_of_breaks_in_loops
-from ringopt.frontend.data_sizes.traced_again import teach_sizes
+from ringopt.frontend.data_sizes.traced_again import takes_sizes, teach_sizes
 from ringopt.frontend.higher_order.associative_scan import teach_associative_scan
+from ringopt.frontend.libraries.recurrent import teach_recurrent_layers
 from ringopt.frontend.libraries.teach import teach_libraries
 from ringopt.frontend.libraries.torch_nn import teach
 from ringopt.frontend.loops.rolled import teach_loops
@@ -21,6 +22,7 @@ def teach_dynamo() -> None:
     teach()
     teach_associative_scan()
     teach_libraries()
+    teach_recurrent_layers(takes_sizes)
     teach_sizes()
     teach_loops()
     warn_of_breaks_in_loops()

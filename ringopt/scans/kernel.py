@@ -159,7 +159,7 @@ def contradiction(node: fx.Node, says: ScanRule) -> str:
         return f"the state before is {list(shape_of(state))}, and the one behind {shape}"
     if says.axes is not None and len(says.axes) != len(shape):
         return f"its rule has {len(says.axes)} axes for a state of {len(shape)} dims"
-    if any(map(is_open, shape)):
+    if says.axes is not None and any(map(is_open, shape)):  # its maps are of fixed sizes
         return f"its state {shape} has an open size"
     xs = {name: value_of(given[name]) for name in says.tokens if isinstance(given[name], fx.Node)}
     xs |= {f"result {at}": x for at, x in enumerate(results) if at != says.last}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch.fx as fx
 
@@ -19,7 +20,7 @@ from ringopt.options import Strategy
 from ringopt.rules.declare import ScanRule, declaration_of, is_foreign
 from ringopt.scans.kernel import ScanKernel, contradiction, frame_of, state_of
 from ringopt.scans.trace import OperandKind
-from ringopt.sharding.recurrences.ways import choose_way, in_common
+from ringopt.sharding.recurrences.ways import choose_way, heads_bytes, in_common
 from ringopt.torch_compat.schema import schema_of
 
 CONVERTED = "a program for any number of ranks has no recurrence of another library's operator on shards yet"
@@ -55,10 +56,14 @@ def kernel_site(node: fx.Node, mesh: Mesh, layouts: Layouts, strategy: Strategy,
     info.layout, info.kernel = layouts.of(rows.length), name
     if ScanKernel.of(node, says).segments is not None:
         info.notes.append("it packs sequences: no state goes over from one to the next")
-    by_states(node, says, info, mesh)
-    if says.axes is None or strategy not in ("auto", "ulysses"):
+    why = why_not_heads(node, says, mesh, layouts)
+    if says.axes is None and not why:
+        alone_by_heads(node, says, info, mesh)
         return info
-    if why := why_not_heads(node, says, mesh, layouts):
+    by_states(node, says, info, mesh)
+    if strategy not in ("auto", "ulysses"):
+        return info
+    if why:
         info.notes.append(f"its heads are not shared: {why}")
     else:
         compared(node, says, info, mesh, strategy)
@@ -75,7 +80,7 @@ def by_states(node: fx.Node, says: ScanRule, info: SiteInfo, mesh: Mesh) -> None
     carried, info.strategy = f"a state of {list(state.shape)}", "states"
     if says.axes is None:
         info.strategy = "in turn"
-        info.notes.append(f"{carried} of {info.kernel}: the ranks run one after the other, for its rule has no axes")
+        info.notes.append(f"{carried} of {info.kernel} is not affine by its rule: the ranks run one after the other")
     else:
         axes = ", ".join(says.axes)
         info.notes.append(f"{carried} ({axes}) of {info.kernel} is affine by its rule; its maps do not grow with n")
@@ -89,6 +94,8 @@ def why_not_heads(node: fx.Node, says: ScanRule, mesh: Mesh, layouts: Layouts) -
     if is_open(tokens_of(node)[1].length):
         return "the length is dynamic"
     heads = list(heads_of(node, says))
+    if any(is_open(size) for _name, size in heads):
+        return "how many there are is dynamic"
     total = next(size for name, size in heads if name == "0")
     sizes = {size for name, size in heads if size > 1 or name not in says.tokens}
     names = {layouts.of(size) for size in sizes}
@@ -98,13 +105,13 @@ def why_not_heads(node: fx.Node, says: ScanRule, mesh: Mesh, layouts: Layouts) -
     return ""
 
 
-def heads_of(node: fx.Node, says: ScanRule) -> Iterator[tuple[str, int]]:
-    """Of each operand that has heads, and of each result."""
+def heads_of(node: fx.Node, says: ScanRule) -> Iterator[tuple[str, Any]]:
+    """Of each operand that has heads, and of each result: how many."""
     given = arguments_of(node)
     for name, dim in says.heads.items():
         x = value_of(node)[int(name)] if name.isdigit() else value_of(given[name])
         if x is not None:
-            yield name, at_hand(x.shape[dim])
+            yield name, x.shape[dim]
 
 
 def is_common(node: fx.Node, x: fx.Node, says: ScanRule) -> bool:
@@ -118,13 +125,25 @@ def compared(node: fx.Node, says: ScanRule, info: SiteInfo, mesh: Mesh, strategy
     xs, rows = tokens_of(node)
     state = state_of(node, says)
     frame = frame_of(says.axes or (), OperandKind.of(state))
-    outputs = [x for at, x in enumerate(value_of(node)) if at != says.last]
-    common = [x for x in xs if is_common(node, x, says)]
-    operands = [*map(value_of, xs), *outputs, *(value_of(x) for x in common for _ in range(mesh.size - 1))]
-    moved = sum(at_hand(x.numel()) * x.element_size() for x in operands) // mesh.size
-    tokens, numbers = at_hand(rows.length), at_hand(state.numel())
-    work = kernel_work(numbers, tokens)
-    case = ScanCase(work, work, info.bytes_sent, moved, frame.runs, mesh.size, info.training)
+    work = kernel_work(at_hand(state.numel()), at_hand(rows.length))
+    case = ScanCase(work, work, info.bytes_sent, moved(node, says, mesh), frame.runs, mesh.size, info.training)
     choose_way(info, case, mesh, value_of(xs[0]), strategy)
+    common = [x for x in xs if is_common(node, x, says)]
     if info.strategy == "heads" and common:
         info.notes.append(in_common(common))
+
+
+def moved(node: fx.Node, says: ScanRule, mesh: Mesh) -> int:
+    """Bytes of all that has tokens, of one rank's tokens; what is in common goes to every rank."""
+    xs, _rows = tokens_of(node)
+    outputs = [x for at, x in enumerate(value_of(node)) if at != says.last]
+    common = [value_of(x) for x in xs if is_common(node, x, says) for _ in range(mesh.size - 1)]
+    return sum(at_hand(x.numel()) * int(x.element_size()) for x in (*map(value_of, xs), *outputs, *common)) // mesh.size
+
+
+def alone_by_heads(node: fx.Node, says: ScanRule, info: SiteInfo, mesh: Mesh) -> None:
+    """By heads without comparing, for the ranks would run their tokens one after the other."""
+    info.strategy = "heads"
+    info.bytes_sent = heads_bytes(ScanCase(0.0, 0.0, 0, moved(node, says, mesh), 0, mesh.size, info.training))
+    of_each = next(size for name, size in heads_of(node, says) if name == "0") // mesh.size
+    info.notes.append(f"shared by heads, {of_each} a rank: what {info.kernel} carries is not affine by its rule")

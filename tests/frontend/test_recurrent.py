@@ -1,0 +1,104 @@
+"""torch.nn's RNN, GRU and LSTM are operators in the graph of several ranks, so that nothing around them is lost."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringopt.backend import reports
+from ringopt.frontend.libraries.recurrent import FUNCTION, form
+from tests.harness.capturing import results
+
+WIDTH = 8
+LAYERS = {
+    "LSTM": {},
+    "GRU": {},
+    "RNN": {},
+    "RNN of relu": {"nonlinearity": "relu"},
+    "LSTM that projects": {"proj_size": 4},
+    "two layers": {"num_layers": 2},
+    "both directions": {"num_layers": 2, "bidirectional": True},
+    "no bias": {"bias": False},
+}
+
+
+def layer_of(name: str, **more: Any) -> Any:
+    torch.manual_seed(0)
+    kind = {"GRU": nn.GRU, "RNN": nn.RNN, "no bias": nn.GRU}.get(name.split(" of ")[0], nn.LSTM)
+    return kind(WIDTH, WIDTH, **{"batch_first": True, **LAYERS[name], **more}).double()
+
+
+class Tagger(nn.Module):
+    """An attention behind a recurrent layer."""
+
+    def __init__(self, name: str, **more: Any) -> None:
+        super().__init__()
+        self.recurrent = layer_of(name, **more)
+        states = (1 + self.recurrent.bidirectional) * (self.recurrent.proj_size or WIDTH)
+        self.out, self.first = nn.Linear(states, WIDTH).double(), self.recurrent.batch_first
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, last = self.recurrent(x.sin() if self.first else x.sin().transpose(0, 1))
+        y = self.out(y if self.first else y.transpose(0, 1))
+        y = y + F.scaled_dot_product_attention(y, y, y, is_causal=True)
+        return y, last[0] if isinstance(last, tuple) else last
+
+
+def on_ranks(name: str, shapes: list[tuple[int, int]], **more: Any) -> list[tuple[float, list[Any]]]:
+    torch._dynamo.reset()
+    module, found = Tagger(name, **more), []
+    compiled = torch.compile(module, backend="ring", options={"inner_backend": "aot_eager"})
+    for batch, tokens in shapes:
+        torch.manual_seed(tokens)
+        x = torch.randn(batch, tokens, WIDTH, dtype=torch.float64, requires_grad=True)
+        of_both = []
+        for run in (compiled, module):
+            module.zero_grad()
+            of_both.append([*results(run, [x]), *(weight.grad for weight in module.parameters())])
+        error = max(float((a - b).abs().max()) for a, b in zip(*of_both, strict=True))
+        found.append((error, [(site.form, site.strategy) for site in reports()[-1].sites]))
+    return found
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_numbers_and_gradients_are_those_of_torch(name: str, batch_first: bool) -> None:
+    layer = layer_of(name, batch_first=batch_first)
+    kind = layer.mode.lower()
+    torch.manual_seed(1)
+    x = torch.randn(3, 5, WIDTH, dtype=torch.float64, requires_grad=True)
+    sizes = [layer.proj_size or WIDTH, *([WIDTH] if kind == "lstm" else [])]
+    sides = layer.num_layers * (1 + layer.bidirectional), x.shape[1 - batch_first]
+    states = [torch.randn(*sides, size, dtype=torch.float64, requires_grad=True) for size in sizes]
+    weights = list(layer.parameters())
+    settings = (layer.bias, layer.num_layers, 0.0, True, layer.bidirectional, batch_first)
+    of_both = []
+    for function in (form(kind), FUNCTION[kind]):
+        found = function(x, states if kind == "lstm" else states[0], weights, *settings)
+        total = torch.stack([(y.square() * (at + 1)).sum() for at, y in enumerate(found)]).sum()
+        of_both.append([*found, *torch.autograd.grad(total, [x, *states, *weights])])
+    for one, other in zip(*of_both, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+OTHERS = [pytest.param(name, marks=pytest.mark.zoo) for name in LAYERS if name not in ("LSTM", "GRU")]
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU", *OTHERS])
+def test_what_is_around_it_stays_on_shards(ranks: Any, name: str) -> None:
+    for p in (2, 3):
+        for error, sites in chain(*ranks(p, on_ranks, name, [(1, 13), (1, 24)])):
+            assert error < 1e-12 and "none" not in [strategy for _form, strategy in sites], sites
+            assert "scan" in [form for form, _strategy in sites]
+
+
+def test_a_batch_is_shared_where_its_samples_part_alike(ranks: Any) -> None:
+    for found in ranks(2, on_ranks, "LSTM", [(4, 16), (4, 17), (3, 16)]):
+        assert all(error < 1e-12 for error, _sites in found)
+        assert [dict(sites)["scan"] for _error, sites in found] == ["heads", "in turn", "in turn"]
