@@ -9,8 +9,8 @@ Found are unrolled loops (ringopt/recognize/scans/loop.py), torch's scan (ringop
 also stands for loops that Dynamo traced as one turn (ringopt/frontend/loops), sums with decays between chunks
 (segment_sums.py beside loop.py), and trees of log(n) rounds (parallel_scan.py). What reads nothing that is carried is
 computed for all steps at once, before. Rewritten is a step that is affine in what it carries (ringopt/scans/affine.py),
-and another where ranks share a batch or heads that know nothing of each other (ringopt/scans/independent.py). The rest
-stays as it was, or is traced turn by turn, with a reason. After: the graph is as large for any number of steps.
+and another where ranks can share it all the same (ringopt/scans/not_affine.py). The rest stays as it was, or is traced
+turn by turn, with a reason. After: the graph is as large for any number of steps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ringopt.rewrite import Facts, Rewrite
 from ringopt.scans.affine import prove_affine
 from ringopt.scans.body import NoBody, to_text
 from ringopt.scans.gradient_paths import detach_what_no_gradient_comes_to
-from ringopt.scans.independent import independent_dims
+from ringopt.scans.not_affine import can_be_shared
 from ringopt.scans.real_parts import has_complex, real_step
 from ringopt.scans.trace import Kinds
 
@@ -85,9 +85,8 @@ class FindScan(Rewrite["Loop | fx.Node", Found]):
         proof, mesh = prove_affine(found.text, found.kinds), facts.context.mesh
         if not isinstance(proof, Refusal) or found.any_step:
             return None
-        shared = mesh.size > 1 and mesh.name != ANY and not (is_loop(found.node) and is_open(found.steps))
-        along = independent_dims(found.text, found.kinds) if shared else ()
-        return None if any(one.size % mesh.size == 0 for one in along) else proof
+        shared = mesh.size > 1 and mesh.name != ANY
+        return None if shared and can_be_shared(found.text, found.kinds, found.steps, mesh.size) else proof
 
     def rewrite(self, found: Found, facts: Facts) -> None:
         assert found.put is not None

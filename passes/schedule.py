@@ -44,7 +44,7 @@ from ringopt.overlap.mask_copies import share_copies
 from ringopt.overlap.meanwhile import Meanwhile, note
 from ringopt.overlap.start_early import gap_before, independent_behind
 from ringopt.pipeline import Context, Pass
-from ringopt.scans.kernel import ScanKernel
+from ringopt.scans.not_affine import runs_in_turn
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,7 @@ def why_unordered(mesh: Mesh, inner_backend: InnerBackend) -> str:
 def why_not(node: fx.Node, ranks: int) -> str:
     """Why the exchange of an attention or a recurrence cannot start before it, or ""."""
     if is_recurrence(node):
-        kernel = OpCall.of(node).arguments.get("kernel")
-        return "the ranks run one after the other" if kernel and ScanKernel.read(kernel).axes is None else ""
+        return "the ranks run one after the other" if runs_in_turn(node) else ""
     call = call_over_ranks(node)
     if is_open(call.heads[0]):  # which the start is told as a number
         return "its number of heads changes with the length"

@@ -28,7 +28,7 @@ from ringopt.errors import OptionError, RingMismatchError, first_line
 from ringopt.functional import ranks_of
 from ringopt.ops import operators
 from ringopt.ops.kernel_scan import AffineState, KernelScan, OverRanks, Run
-from ringopt.scans.affine import AffineStep, prove_affine
+from ringopt.scans.affine import in_levels
 from ringopt.scans.body import NoBody, to_text
 from ringopt.scans.real_parts import in_real_numbers
 from ringopt.scans.trace import Kinds, OperandKind, in_own_thread, kinds_of, kinds_out
@@ -59,8 +59,9 @@ def scan(
     `init`, `xs` and what `step` returns are a tensor or several. `xs` have a row a step along dim 0, this rank's, cut
     as `layout` says ("contiguous", "zigzag"), and so have the ys; `init`, `consts`, which all steps share, and the last
     carry are whole, and the same on all ranks, and so are their gradients. `step` is traced at every call: it computes
-    with operators of ATen from what it is given, tensors of the outside are `consts`. Over ranks it has to be affine in
-    the carry, so that they exchange what has the size of the carry, whatever the number of steps.
+    with operators of ATen from what it is given, tensors of the outside are `consts`. Ranks exchange what has the size
+    of the carry, whatever the number of steps: they run at once where it is affine in the carry, else one after the
+    other.
 
     Raises OptionError for a step that is no such, RingMismatchError where the rows of the ranks are not those of a
     sequence, or not all ranks need a gradient.
@@ -75,9 +76,9 @@ def scan(
     if ranks is None or ranks.size == 1:
         found = operators.scan(carried, stacked, shared, traced.text)
     else:
-        proof = prove_affine(traced.text, traced.kinds)
-        if not isinstance(proof, AffineStep):
-            raise OptionError(f"scan: over ranks {proof.sentence}. Unshard xs, and scan them on every rank")
+        if any(not x.is_floating_point() for x in carried) and not in_levels(traced.text, traced.kinds).levels:
+            dtypes = [str(x.dtype).removeprefix("torch.") for x in carried]
+            raise OptionError(f"scan: over ranks a carry is of floating numbers, and init is of {', '.join(dtypes)}")
         steps = steps_of(ranks, layout, stacked[0].shape[0], [*carried, *stacked, *shared])
         first, shared = (
             [operators.copy_to_group(x, ranks.name) if x.requires_grad else x for x in some]

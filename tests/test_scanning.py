@@ -103,9 +103,33 @@ def pairs(found: list[Tensor]) -> list[Tensor]:
     return [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in found]
 
 
+@pytest.mark.parametrize(("p", "layout"), [(2, "zigzag"), (3, "contiguous")])
+def test_a_step_that_is_not_affine_runs_on_one_rank_after_the_other(p: int, layout: str) -> None:
+    def cell(s: Tensor, x: Tensor, w: Tensor) -> Any:
+        new = (s @ w + x).tanh()
+        return new, new * x
+
+    init, x, w = drawn(3), drawn(STEPS, 3), drawn(3, 3)
+    state, rows = init, []
+    for row in x.unbind(0):
+        state, y = cell(state, row, w)
+        rows.append(y)
+    wanted = outcome([state, torch.stack(rows)], [init, x, w])
+
+    def body(mesh: ThreadMesh) -> list[Tensor]:
+        leaves = [each.detach().clone().requires_grad_() for each in (init, x, w)]
+        where: Any = {"mesh": mesh, "layout": layout}
+        last, ys = ringopt.scan(cell, leaves[0], ringopt.shard(leaves[1], 0, **where), [leaves[2]], **where)
+        return outcome([last, ringopt.unshard(ys, 0, length=STEPS, **where)], leaves)
+
+    for found in run_on_threads(p, body):
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+    with pytest.raises(OptionError, match="a carry is of floating numbers, and init is of int64"):
+        run_on_threads(p, lambda mesh: ringopt.scan(lambda s, x: (s * s, x), torch.tensor([1]), x.detach(), mesh=mesh))
+
+
 OUTSIDE = torch.ones(3, dtype=torch.float64)
 REFUSED = {
-    "tanh of what a step carries": lambda s, x: ((s * x).tanh(), s),
     "from outside of the step are `consts`": lambda s, x: (s * OUTSIDE + x, s),
     "random numbers": lambda s, x: (s + torch.rand_like(x), s),
     "the step cannot be traced": lambda s, x: (s if x.sum() > 0 else -s, s),

@@ -18,7 +18,8 @@ The first all-gather of each direction may be posted before the rest is run (`po
 travel behind what needs no state between segments.
 
 A product of many gates may overflow where no state does (0 times inf is no number). What is composed is the same on all
-ranks, so they see it alike, and hand the states themselves on, from one segment to the next.
+ranks, so they see it alike, and hand the states themselves on, from one segment to the next: each is run when that
+before it is done. So it is with a step that is not affine, and the backward mirrors it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,16 @@ from ringopt.scans.segment_map import Frame, SegmentMap, wide
 from ringopt.scans.steps import Recurrence, ResultGradients, Tensors
 
 Level = Sequence[Stage]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a segment made of the carries at its `start`; `states` are those between its steps, where they are kept."""
+
+    start: list[Tensor]
+    last: list[Tensor]
+    ys: list[Tensor]
+    states: Tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +99,7 @@ class SegmentedScan:
         then for each the matrices of the segments between. `posted`: the maps of the first level, where they are under
         way."""
         starts, end = {number: list(init) for number in self.mine}, list(init)
-        matrices, composed = list[Tensor](init), list[Tensor]()
+        matrices, composed = [x.new_empty(0) for x in init], list[Tensor]()
         for level in self.affine.levels:
             posted = posted or self.posted_maps(level, starts)
             for stage, maps in zip(level, self.maps_of(level, posted), strict=True):
@@ -103,31 +114,36 @@ class SegmentedScan:
                 end[place] = frame.outward(state)
                 matrices[place] = kept_matrices(stage, maps[1:-1] if self.keeps else [], frame.inward(init[place]))
             posted = None
-        if not all_finite(composed):
-            starts, end = self.handed_on(init)
-        rooms = {number: steps.room(starts[number]) if self.states else () for number, steps in self.mine.items()}
-        found = {number: steps.run_keeping(starts[number], rooms[number]) for number, steps in self.mine.items()}
+        if self.affine.levels and all_finite(composed):
+            found = {number: self.run_from(start, number) for number, start in starts.items()}
+        else:
+            found, end = self.handed_on(init)
         if self.ends:
-            finals = self.broadcast(self.last, end, lambda number, _: found[number][0])
+            finals = self.broadcast(self.last, end, lambda number, _: found[number].last)
         else:
             finals = [x.new_full(x.shape, nan) for x in init]
-        ys = [torch.cat(parts) for parts in zip(*(ys for _last, ys, _states in found.values()), strict=True)]
+        ys = [torch.cat(parts) for parts in zip(*(each.ys for each in found.values()), strict=True)]
         if self.states:
-            before = [torch.cat(states) for states in zip(*rooms.values(), strict=True)]
+            before = [torch.cat(states) for states in zip(*(each.states for each in found.values()), strict=True)]
         else:
-            before = [torch.stack(states) for states in zip(*starts.values(), strict=True)]
+            before = [torch.stack(states) for states in zip(*(each.start for each in found.values()), strict=True)]
         return [x.clone() for x in finals], ys, [*before, *matrices]
 
-    def handed_on(self, init: Tensors) -> tuple[dict[int, list[Tensor]], list[Tensor]]:
-        """The states before the segments of this rank, and before the last one: each segment is run when that before it
-        is done."""
-        state, starts = list(init), dict[int, list[Tensor]]()
+    def run_from(self, start: list[Tensor], number: int) -> Run:
+        """A segment of this rank, from the carries before it."""
+        room = self.mine[number].room(start) if self.states else ()
+        last, ys, _ = self.mine[number].run_keeping(start, room)
+        return Run(start, last, ys, room)
+
+    def handed_on(self, init: Tensors) -> tuple[dict[int, Run], list[Tensor]]:
+        """The segments of this rank, and the states before the last of all: each is run when that before it is done."""
+        state, found = list(init), dict[int, Run]()
         for number in range(len(self.lengths)):
             if number in self.mine:
-                starts[number] = state
+                found[number] = self.run_from(state, number)
             if number < self.last:
-                state = self.broadcast(number, state, lambda at, now: self.mine[at].run(now)[0])
-        return starts, state
+                state = self.broadcast(number, state, lambda at, _: found[at].last)
+        return found, state
 
     def broadcast(
         self, number: int, state: list[Tensor], run: Callable[[int, list[Tensor]], list[Tensor]]
@@ -218,7 +234,7 @@ class SegmentedScan:
                         gradient = own[number] + frame.apply_back(of, gradient)
                     composed.append(gradient)
             posted = None
-        if not all_finite(composed):
+        if not self.affine.levels or not all_finite(composed):
             back.handed_on()
         return back.of_operands(wanted)
 

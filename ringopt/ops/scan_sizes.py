@@ -6,8 +6,8 @@ import torch.fx as fx
 
 from ringopt.context_parallel.geometry.layouts import layout_of
 from ringopt.ops.scan_segments import message_dtype
-from ringopt.ops.sized_call import Open, SizedCall
-from ringopt.scans.affine import AffineStep, Stage, prove_affine
+from ringopt.ops.sized_call import SizedCall
+from ringopt.scans.affine import AffineStep, Stage, in_levels
 from ringopt.scans.body import Body, from_text
 from ringopt.scans.kernel import ScanKernel, frame_of
 from ringopt.scans.segment_map import Frame, wide
@@ -29,11 +29,8 @@ def step_of(call: SizedCall) -> Body:
 
 
 def affine_of(call: SizedCall) -> AffineStep:
-    """The proof of a scan over ranks. Raises Open."""
-    found = prove_affine(call["body"], operand_kinds(call))
-    if not isinstance(found, AffineStep):
-        raise Open(f"the map of a step: {found.sentence}")
-    return found
+    """The step of a scan over ranks. Raises Open."""
+    return in_levels(call["body"], operand_kinds(call))
 
 
 def stages_of(call: SizedCall) -> list[Stage]:
@@ -51,7 +48,9 @@ def graphs_run(call: SizedCall) -> list[tuple[fx.Graph, int]]:
 
 def maps_bytes(call: SizedCall) -> int:
     """The maps of a rank's segments, which it tells each other rank; states alone where no segment is between the first
-    and the last."""
+    and the last, or where they are handed on."""
+    if not affine_of(call).levels:
+        return handed_on_bytes(call)
     levels, whole = affine_of(call).levels, segments_between(call) > 0
     each = sum(message_dtype(level).itemsize * sum(Frame(stage).numbers(whole) for stage in level) for level in levels)
     return each * segments_here(call)
@@ -59,17 +58,30 @@ def maps_bytes(call: SizedCall) -> int:
 
 def maps_again_bytes(call: SizedCall) -> int:
     """In a backward for which they were not kept."""
-    return maps_bytes(call) if call["segments"] == 0 and segments_between(call) > 0 else 0
+    again = call["segments"] == 0 and affine_of(call).levels
+    return maps_bytes(call) if again and segments_between(call) > 0 else 0
 
 
 def ends_bytes(call: SizedCall) -> int:
     """The last carries, where they are read."""
-    carries = call["init"] if call["ends"] else []
+    return carries_bytes(call) if call["ends"] else 0
+
+
+def handed_on_bytes(call: SizedCall) -> int:
+    """The carries between all segments, each told to all ranks."""
+    return carries_bytes(call) * (segments_here(call) * call.ranks - 1)
+
+
+def carries_bytes(call: SizedCall) -> int:
+    """All that is carried, in a message."""
+    carries = call["init"]
     return max((wide(x.dtype).itemsize for x in carries), default=0) * sum(int(x.count) for x in carries)
 
 
 def gradients_bytes(call: SizedCall) -> int:
     """The gradients of the states before them; of a max-plus stage, by how much a state comes through them too."""
+    if not affine_of(call).levels:
+        return handed_on_bytes(call)
     each = 0
     for level in affine_of(call).levels:
         for stage in level:

@@ -3,13 +3,13 @@
     sharded_scan(init, xs, consts, body, steps, segments, layout, ends, group, early, ticket, keeps)
         -> [*last carries, *ys, *kept]
 
-`xs` and `ys` have the steps of this rank; `init`, `consts` and the last carries are the same on all. The body has to be
-affine in what it carries (ringopt/scans/affine.py); what travels follows from the sizes of the state alone
-(scan_segments.py). `kept`, for the backward: for each carry the states before this rank's segments (with `keeps` those
-before and behind each of their steps), then for each the matrices of the segments between the first and the last
-(`segments` 0: of none, in a program for any number of ranks).
-Without `ends` nobody reads the last carries, and they are NaN. The gradients of `init` and `consts` are this rank's
-parts. `early`, `ticket`: its first exchange may have been started before (scan_start.py).
+`xs` and `ys` have the steps of this rank; `init`, `consts` and the last carries are the same on all. Where the body is
+affine in what it carries (ringopt/scans/affine.py) the ranks run at once, else one after the other; what travels
+follows from the sizes of the state alone (scan_segments.py). `kept`, for the backward: for each carry the states before
+this rank's segments (with `keeps` those before and behind each of their steps), then for each the matrices of the
+segments between the first and the last (`segments` 0: of none, in a program for any number of ranks). Without `ends`
+nobody reads the last carries, and they are NaN. The gradients of `init` and `consts` are this rank's parts. `early`,
+`ticket`: its first exchange may have been started before (scan_start.py).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ringopt.distributed.handshake import agree
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import program_until_here
 from ringopt.distributed.tickets import redeem
-from ringopt.errors import PlanError, RingMismatchError
+from ringopt.errors import RingMismatchError
 from ringopt.ops.scan import OPERANDS, fake_results, floating
 from ringopt.ops.scan_segments import SegmentedScan
 from ringopt.ops.tags import ON_HOST
-from ringopt.scans.affine import AffineStep, prove_affine
+from ringopt.scans.affine import in_levels
 from ringopt.scans.segment_map import Frame, wide
 from ringopt.scans.steps import ResultGradients
 from ringopt.scans.trace import kinds_of
@@ -72,7 +72,7 @@ class ScanPlace:
     schema=f"({OPERANDS}, {WHERE}, {EARLY}, bool keeps=False) -> Tensor[]",
 )
 def sharded_scan(init: list[Tensor], xs: list[Tensor], consts: list[Tensor], *where: Any) -> list[Tensor]:
-    """Raises RingMismatchError, RingCommError, PlanError."""
+    """Raises RingMismatchError, RingCommError."""
     place = ScanPlace(*where)
     scan = replace(prepared_scan("sharded_scan", init, xs, consts, place), states=place.keeps)
     posted = redeem(place.ticket, place.about("forward", xs)) if place.ticket is not None else None
@@ -86,8 +86,8 @@ def _(init: list[Tensor], xs: list[Tensor], consts: list[Tensor], *where: Any) -
     place = ScanPlace(*where)
     here = chunks_per_rank(place.layout)
     before = [x.new_empty((here + xs[0].shape[0] if place.keeps else here, *x.shape)) for x in init]
-    matrices = list[Tensor](init)
-    for level in affine_of_operands(place.body, init, xs, consts).levels:
+    matrices = [x.new_empty(0) for x in init]
+    for level in in_levels(place.body, kinds_of(init, xs, consts)).levels:
         for stage in level:
             x, many = init[stage.place], max(0, place.segments - 2) if stage.form == "linear" else 0
             size = (many, *Frame(stage).parts_at(x.shape)[0])
@@ -136,21 +136,13 @@ def gradients_of_results(grads: Sequence[Tensor], init: Sequence[Tensor]) -> Res
 
 
 # ---- before either ---------------------------------------------------------------------------------------------------
-def affine_of_operands(body: str, init: Sequence[Tensor], xs: Sequence[Tensor], consts: Sequence[Tensor]) -> AffineStep:
-    """Raises PlanError for a body that is not affine."""
-    found = prove_affine(body, kinds_of(init, xs, consts))
-    if not isinstance(found, AffineStep):
-        raise PlanError(f"a scan over ranks takes a body that is affine in what it carries: {found.sentence}")
-    return found
-
-
 def prepared_scan(
     op: str, init: Sequence[Tensor], xs: Sequence[Tensor], consts: Sequence[Tensor], place: ScanPlace
 ) -> SegmentedScan:
     """The scan of this rank, compared with what the others are about to run."""
     mesh = mesh_of(place.group)
     program_until_here(mesh)
-    affine = affine_of_operands(place.body, init, xs, consts)
+    affine = in_levels(place.body, kinds_of(init, xs, consts))
     layout = layout_of(place.layout, place.steps, mesh.size)
     rows = count(layout.ranges(mesh.rank))
     wrong = [list(x.shape) for x in xs if x.shape[0] != rows]

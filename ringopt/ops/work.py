@@ -135,5 +135,5 @@ def segments(call: SizedCall) -> int:
 
 def segments_back(call: SizedCall) -> int:
     """The states again, a walk back for every level, and one for the operands."""
-    levels = len(affine_of(call).levels)
+    levels = max(1, len(affine_of(call).levels))
     return (1 + 2 * (1 + levels)) * steps(call)

@@ -47,11 +47,17 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class AffineStep:
-    """A step that is affine, level by level."""
+    """A step that is affine, level by level. One that is not has no levels: its states are handed on as they are."""
 
     text: str
     kinds: Kinds
     levels: tuple[tuple[Stage, ...], ...]
+
+
+def in_levels(text: str, kinds: Kinds) -> AffineStep:
+    """Of any step; without levels where it is not affine."""
+    found = prove_affine(text, kinds)
+    return found if isinstance(found, AffineStep) else AffineStep(text, kinds, ())
 
 
 def prove_affine(text: str, kinds: Kinds) -> AffineStep | Refusal:

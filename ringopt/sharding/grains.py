@@ -23,7 +23,7 @@ from ringopt.ir.placement import Layouts, Sharded
 from ringopt.ir.symbolic_sizes import at_hand, divides, formula, is_open, plain, same
 from ringopt.scans.affine import AffineStep, prove_affine
 from ringopt.scans.call import ScanCall
-from ringopt.scans.trace import Kinds
+from ringopt.scans.not_affine import pays_in_turn
 
 Grain = tuple[int, int]  # rows of a unit, and how many units
 ONE_MORE = frozenset({"cat", "constant_pad_nd", "pad", "slice", "narrow"})
@@ -34,7 +34,7 @@ def with_grains(layouts: Layouts, scans: Iterable[fx.Node], mesh: Mesh, given: b
     rows are cut already. `asked` is the layout that options name, or "auto"."""
     if given:
         return layouts
-    shared = [node for node in scans if isinstance(prove_affine(*body_of(node)), AffineStep)]
+    shared = [node for node in scans if is_shared(ScanCall.of(node), mesh.size)]
     least = 1 if asked == "auto" else chunks_per_rank(asked)
     found = {
         (rows, formula(units), own): (rows, units, own)
@@ -54,10 +54,10 @@ def laid_out(grain: Grain, layouts: Layouts, ranks: int) -> Iterator[tuple[int, 
         yield from ((rows, units, "contiguous"), (1, units, "contiguous"))
 
 
-def body_of(scan: fx.Node) -> tuple[str, Kinds]:
-    """The text of the body, and the kinds of its operands."""
-    call = ScanCall.of(scan)
-    return call.text, call.kinds
+def is_shared(call: ScanCall, ranks: int) -> bool:
+    """Whether each rank has steps of its own."""
+    affine = isinstance(prove_affine(call.text, call.kinds), AffineStep)
+    return affine or pays_in_turn(call.text, call.kinds, call.steps.length, ranks)
 
 
 def grains_of(scans: Iterable[fx.Node], least: int) -> tuple[Grain, ...]:

@@ -124,13 +124,14 @@ def test_it_is_a_scan_on_shards(program: Any, p: int, layout: str) -> None:
         assert verdict.report.sharded_fraction == 1.0
 
 
-@pytest.mark.parametrize(("p", "strategy"), [(2, "heads"), (5, "none")])
-def test_what_is_not_affine_is_shared_by_heads_or_run_whole_and_the_rest_stays_on_shards(p: int, strategy: str) -> None:
+@pytest.mark.parametrize(("p", "strategy"), [(2, "heads"), (5, "in turn")])
+def test_what_is_not_affine_is_shared_by_heads_or_rank_by_rank_beside_the_rest(p: int, strategy: str) -> None:
     verdict = validate(p, Called(not_affine), given())
     assert verdict.wrong == "" and verdict.report.refusal is None
     (site,) = verdict.report.sites
-    assert site.strategy == strategy and "logaddexp of what a step carries" in str((site.refusal, site.notes))
-    assert operators.scan.default in {node.target for node in verdict.graph.graph.nodes}
+    assert site.strategy == strategy and "logaddexp of what a step carries" in str(site.notes)
+    made = {"heads": operators.scan.default, "in turn": operators.sharded_scan.default}
+    assert made[strategy] in {node.target for node in verdict.graph.graph.nodes}
 
 
 @pytest.mark.zoo

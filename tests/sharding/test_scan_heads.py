@@ -77,12 +77,6 @@ def test_a_step_that_is_not_affine_runs_by_heads(kind: str, p: int, batch: int, 
     assert [gather.op for gather in found.report.gathers] == ["output"]
 
 
-def test_what_does_not_part_alike_stays_a_loop() -> None:
-    found = verdict(2, Cell("tanh"), batch=3)
-    assert not found.report.sites
-    assert "a recurrence is no scan: a step is not affine in what it carries: tanh" in str(found.report.notes)
-
-
 @pytest.mark.parametrize("p", [2, pytest.param(4, marks=pytest.mark.zoo)])
 def test_an_affine_one_by_heads_where_that_was_asked_for(p: int) -> None:
     """Else by states. What is sent is told."""

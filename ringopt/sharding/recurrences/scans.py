@@ -27,6 +27,7 @@ from ringopt.ops.traits import sent_bytes
 from ringopt.options import Strategy
 from ringopt.scans.affine import AffineStep, prove_affine
 from ringopt.scans.call import ScanCall, is_scan
+from ringopt.scans.not_affine import pays_in_turn
 from ringopt.scans.segment_map import Frame
 from ringopt.sharding.recurrences.by_heads import heads_or_states, place_scan_by_heads
 from ringopt.sharding.recurrences.kernel_scans import begin_kernel_scans
@@ -99,14 +100,18 @@ def scan_site(node: fx.Node, mesh: Mesh, layouts: Layouts, strategy: Strategy, l
     if isinstance(proof, Refusal):
         info.refusal = proof.sentence
     else:
-        by_states(node, info, proof, mesh, layouts)
+        by_states(node, info, note_of(proof), mesh, layouts)
         runs = [Frame(stage).runs for level in proof.levels for stage in level]
         columns = max(runs, default=0) if least > 2 else 0
     heads_or_states(node, info, mesh, layouts, columns, strategy)
+    if info.refusal is not None and mesh.name != ANY and pays_in_turn(call.text, call.kinds, length, mesh.size):
+        why, info.refusal = info.refusal, None
+        by_states(node, info, f"the ranks run one after the other, for {why}", mesh, layouts)
+        info.strategy = "in turn"
     return info
 
 
-def by_states(node: fx.Node, info: SiteInfo, proof: AffineStep, mesh: Mesh, layouts: Layouts) -> None:
+def by_states(node: fx.Node, info: SiteInfo, note: str, mesh: Mesh, layouts: Layouts) -> None:
     """Each rank its steps."""
     length = ScanCall.of(node).steps.length
     info.layout, info.strategy = layouts.of(length), "states"
@@ -114,7 +119,7 @@ def by_states(node: fx.Node, info: SiteInfo, proof: AffineStep, mesh: Mesh, layo
     there = {"steps": length, "segments": segments, "layout": info.layout, "ends": last_carries_read(node)}
     sized = SizedCall.of(node, mesh.size, mesh.rank, number=at_hand)
     info.bytes_sent = sent_bytes(sized.conjugate("sharded_scan", sized.value, **there))
-    info.notes.append(note_of(proof))
+    info.notes.append(note)
 
 
 def note_of(proof: AffineStep) -> str:

@@ -20,7 +20,6 @@ ONE_NODE = ["chunks", "last_state", "grows_at_first", "in_a_checkpoint", "partly
 MORE = ["tokens", "twice", "some_rows", "Layer", "begins_later"]
 TURN_BY_TURN = {
     "sums": "it only adds up",
-    "saturates": "a step is not affine in what it carries",
     "through_an_alias": "it writes to memory that it may read",
     "through_a_list": "it writes to memory that it may read",
     "in_place": "mutat",
@@ -93,10 +92,13 @@ def test_what_is_more_than_that_is_traced_turn_by_turn(name: str, ranks: Any) ->
         assert error < 1e-10 and TURN_BY_TURN[name] in said
 
 
-def test_what_ranks_share_by_heads_has_a_graph_for_each_length(ranks: Any) -> None:
-    for error, reports, said in ranks(2, compared, "exchange", [64, 48, 72], EAGER):
-        assert error < 1e-10 and "carries 0, 1 need each other" in said
-        assert [report.sharded_fraction for report in reports] == [1.0, 1.0, 1.0]
+@pytest.mark.parametrize(("name", "first"), [("exchange", "heads"), ("saturates", "in turn")])
+def test_what_is_not_affine_runs_rank_by_rank_at_any_length(ranks: Any, name: str, first: str) -> None:
+    """By heads at a known one: two states that need each other."""
+    for error, reports, said in ranks(2, compared, name, [64, 48, 72], EAGER):
+        assert error < 1e-10 and said == ""
+        assert [report.sites[-1].strategy for report in reports] == [first, "in turn"]
+        assert [report.sharded_fraction for report in reports] == [1.0, 1.0]
 
 
 def test_slices_are_one_node_where_all_turns_have_as_many_rows(ranks: Any) -> None:
