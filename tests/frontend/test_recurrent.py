@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from ringopt.backend import reports
 from ringopt.frontend.libraries.recurrent import FUNCTION, form
@@ -50,9 +51,19 @@ class Tagger(nn.Module):
         return y, last[0] if isinstance(last, tuple) else last
 
 
-def on_ranks(name: str, shapes: list[tuple[int, int]], **more: Any) -> list[tuple[float, list[Any]]]:
+class Packed(Tagger):
+    """The layer is given sequences of unequal lengths, one after the other."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        lengths = torch.tensor([x.shape[1], x.shape[1] - 3])
+        packed = pack_padded_sequence(x, lengths, batch_first=True)
+        y = self.out(pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)[0])
+        return y + F.scaled_dot_product_attention(y, y, y, is_causal=True), y
+
+
+def on_ranks(name: str, shapes: list[tuple[int, int]], kind: Any = Tagger) -> list[tuple[float, list[Any]]]:
     torch._dynamo.reset()
-    module, found = Tagger(name, **more), []
+    module, found = kind(name), []
     compiled = torch.compile(module, backend="ring", options={"inner_backend": "aot_eager"})
     for batch, tokens in shapes:
         torch.manual_seed(tokens)
@@ -77,7 +88,8 @@ def test_numbers_and_gradients_are_those_of_torch(name: str, batch_first: bool) 
     sides = layer.num_layers * (1 + layer.bidirectional), x.shape[1 - batch_first]
     states = [torch.randn(*sides, size, dtype=torch.float64, requires_grad=True) for size in sizes]
     weights = list(layer.parameters())
-    settings = (layer.bias, layer.num_layers, 0.0, True, layer.bidirectional, batch_first)
+    dropout = 1.0 if name == "two layers" else 0.0  # of all numbers
+    settings = (layer.bias, layer.num_layers, dropout, True, layer.bidirectional, batch_first)
     of_both = []
     for function in (form(kind), FUNCTION[kind]):
         found = function(x, states if kind == "lstm" else states[0], weights, *settings)
@@ -102,3 +114,10 @@ def test_a_batch_is_shared_where_its_samples_part_alike(ranks: Any) -> None:
     for found in ranks(2, on_ranks, "LSTM", [(4, 16), (4, 17), (3, 16)]):
         assert all(error < 1e-12 for error, _sites in found)
         assert [dict(sites)["scan"] for _error, sites in found] == ["heads", "in turn", "in turn"]
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU"])
+def test_packed_sequences_are_left_to_torch(ranks: Any, name: str) -> None:
+    for found in ranks(2, on_ranks, name, [(2, 12)], Packed):
+        assert [error < 1e-12 for error, _sites in found] == [True]
+        assert "scan" not in [form for form, _strategy in found[0][1]]

@@ -51,6 +51,19 @@ class Layers(nn.Module):
         return x + F.scaled_dot_product_attention(x, x, x)
 
 
+class Counts(nn.Module):
+    """A whole number beside the state, larger than what float32 holds."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
+        count = torch.zeros(WIDTH, dtype=torch.int64)
+        for t in range(x.shape[1]):
+            h = (h.flip(-1) * 2 + x[:, t]).tanh()
+            count = count.flip(-1) + (h[0] > 0) * (2**25 + 1)
+            out[:, t] = h
+        return out, count
+
+
 @pytest.mark.parametrize(
     "kind, p, batch, layout",
     [
@@ -84,6 +97,13 @@ def test_a_loop_over_layers_is_none() -> None:
     x, times = (torch.randn(*shape, WIDTH, dtype=torch.float64).requires_grad_() for shape in ((1, 1, 24), (6,)))
     found = validate(2, Layers(), x, times)
     assert found.wrong == "" and [site.form for site in found.report.sites] == ["sdpa"]
+    assert any("a recurrence is no scan" in note for note in found.report.notes)
+
+
+def test_whole_numbers_are_not_handed_on() -> None:
+    x = torch.randn(1, 24, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    found = validate(2, Counts(), x)
+    assert found.wrong == "" and not found.report.sites
     assert any("a recurrence is no scan" in note for note in found.report.notes)
 
 

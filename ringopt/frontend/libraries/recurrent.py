@@ -69,7 +69,8 @@ def form(kind: str) -> Callable[..., Any]:
     op, untraced = defined(NAME), not_traced(FUNCTION[kind])
 
     def traced(x: Tensor, before: Any, weights: Any, *settings: Any) -> Any:
-        if isinstance(weights, Tensor):  # of packed sequences: (data, batch_sizes, before, weights, ...)
+        # Of packed sequences torch is given (data, batch_sizes, before, weights, ...).
+        if isinstance(weights, Tensor) or (kind == "lstm" and isinstance(before, Tensor)):
             return untraced(x, before, weights, *settings)
         biased, layers, dropout, train, bidirectional, batch_first = settings
         states = [torch.cat([h, c], -1) for h, c in zip(*before, strict=True)] if kind == "lstm" else list(before)
