@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from ringopt.calls import OpCall
 from ringopt.ir.refusal import Refusal
-from ringopt.ir.symbolic_sizes import at_hand, is_open
+from ringopt.ir.symbolic_sizes import elements, is_open
 from ringopt.scans.affine import prove_affine
 from ringopt.scans.body import from_text
 from ringopt.scans.call import ScanCall
@@ -34,7 +34,7 @@ def pays_in_turn(text: str, kinds: Kinds, steps: Any, ranks: int) -> bool:
     body = from_text(text)
     carries, xs = kinds[: body.carries], kinds[body.carries : body.carries + body.xs]
     floating = all(kind.dtype.is_floating_point for kind in carries)
-    return floating and 2 * ranks * sum(kind.bytes for kind in carries) <= at_hand(steps) * sum(x.bytes for x in xs)
+    return floating and 2 * ranks * sum(kind.bytes for kind in carries) <= elements([steps]) * sum(x.bytes for x in xs)
 
 
 def runs_in_turn(node: fx.Node) -> bool:

@@ -111,9 +111,9 @@ def test_what_is_around_it_stays_on_shards(ranks: Any, name: str) -> None:
 
 
 def test_a_batch_is_shared_where_its_samples_part_alike(ranks: Any) -> None:
-    for found in ranks(2, on_ranks, "LSTM", [(4, 16), (4, 17), (3, 16)]):
+    for found in ranks(2, on_ranks, "LSTM", [(4, 16), (8, 16), (8, 17), (3, 20)]):
         assert all(error < 1e-12 for error, _sites in found)
-        assert [dict(sites)["scan"] for _error, sites in found] == ["heads", "in turn", "in turn"]
+        assert [dict(sites)["scan"] for _error, sites in found] == ["heads", *["in turn"] * 3]
 
 
 @pytest.mark.parametrize("name", ["LSTM", "GRU"])

@@ -13,8 +13,14 @@ from torch import Tensor
 
 from ringopt.backend import reports
 from ringopt.ops.scan_segments import SegmentedScan
+from ringopt.ops.sized_call import SizedCall
+from ringopt.ops.traits import sent_bytes
+from ringopt.scans.not_affine import can_be_shared
+from ringopt.scans.trace import kinds_of
+from ringopt.torch_compat.symbolic_shapes import ShapeEnv
 from tests.harness.capturing import results
 from tests.harness.translation import validate
+from tests.scans.bodies import Scan, drawn
 from tests.sharding.test_scan_heads import WIDTH, Cell, verdict
 
 BYTES = 8  # of a number
@@ -51,6 +57,20 @@ class Layers(nn.Module):
         return x + F.scaled_dot_product_attention(x, x, x)
 
 
+class Chunks(nn.Module):
+    """A fast weight that a chunk of four tokens changes, and squashes (test-time training)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = x.unflatten(1, (-1, 4))
+        keys, values = F.normalize(parts.sin(), dim=-1), parts.cos()
+        state, out = torch.zeros(x.shape[0], WIDTH, WIDTH, dtype=x.dtype), torch.zeros_like(parts)
+        for at in range(parts.shape[1]):
+            state = (state + keys[:, at].mT @ values[:, at]).tanh() - state.mean(-1, keepdim=True)
+            out[:, at] = keys[:, at] @ state
+        out = out.flatten(1, 2)[:, None]
+        return out + F.scaled_dot_product_attention(out, out, out, is_causal=True)
+
+
 class Counts(nn.Module):
     """A whole number beside the state, larger than what float32 holds."""
 
@@ -80,6 +100,7 @@ def test_ranks_run_one_after_the_other_and_gather_nothing(kind: str, p: int, bat
     (site,) = found.report.sites
     assert (site.form, site.strategy, site.refusal) == ("scan", "in turn", None)
     assert any("one after the other, for a step is not affine in what it carries" in note for note in site.notes)
+    assert "its exchange starts with it: the ranks run one after the other" in site.notes
     assert found.report.sharded_fraction == 1.0
     assert [gather.op for gather in found.report.gathers] == ["output"]
     segments, carries = p * (1 + (layout == "zigzag")), {"tanh": 1, "lstm": 2}[kind]
@@ -98,6 +119,29 @@ def test_a_loop_over_layers_is_none() -> None:
     found = validate(2, Layers(), x, times)
     assert found.wrong == "" and [site.form for site in found.report.sites] == ["sdpa"]
     assert any("a recurrence is no scan" in note for note in found.report.notes)
+
+
+@pytest.mark.parametrize("p", [2, pytest.param(3, marks=pytest.mark.zoo)])
+def test_no_token_is_gathered_within_a_chunk(p: int) -> None:
+    x = torch.randn(1, 4 * 17, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    found = validate(p, Chunks(), x.requires_grad_(), layout="contiguous")
+    assert found.wrong == "" and {site.strategy for site in found.report.sites if site.form == "scan"} == {"in turn"}
+    assert [gather.op for gather in found.report.gathers] == ["output"]
+
+
+def test_by_heads_is_for_a_known_number_of_steps() -> None:
+    """A state that is more than what is read of it cannot be handed on."""
+    scan = Scan(lambda s, x: ((s := s * s + x), s), [drawn(4, 64)], [drawn(8, 1, 1)], [])
+    kinds = kinds_of(scan.init, scan.xs, scan.consts)
+    assert can_be_shared(scan.text, kinds, 8, 2)
+    assert not can_be_shared(scan.text, kinds, ShapeEnv().create_unbacked_symint(), 2)
+
+
+def test_gradients_are_handed_back_between_all_segments() -> None:
+    scan = Scan(lambda s, x: ((s := (s * s.sum() + x).tanh()), s), [drawn(2, 3)], [drawn(6, 2, 3)], [])
+    given = {"init": scan.init, "xs": scan.xs, "consts": [], "body": scan.text, "layout": "zigzag", "steps": 24}
+    call = SizedCall("sharded_scan_backward", {**given, "segments": 8, "ends": False}, None, 4, 0)
+    assert sent_bytes(call) == 7 * 2 * 3 * BYTES * 3
 
 
 def test_whole_numbers_are_not_handed_on() -> None:
