@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from ringopt.drivers.without_graph import warn_of_breaks_in_loops
+from ringopt.drivers.without_graph import warn_of_frames_without_graph
 from ringopt.frontend.data_sizes.traced_again import takes_sizes, teach_sizes
 from ringopt.frontend.higher_order.associative_scan import teach_associative_scan
 from ringopt.frontend.libraries.recurrent import teach_recurrent_layers
@@ -25,7 +25,7 @@ def teach_dynamo() -> None:
     teach_recurrent_layers(takes_sizes)
     teach_sizes()
     teach_loops()
-    warn_of_breaks_in_loops()
+    warn_of_frames_without_graph()
     log_while_tracing()
     warn_while_tracing()
     know_what_no_draw_reaches()

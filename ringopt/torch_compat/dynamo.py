@@ -27,7 +27,6 @@ from torch._dynamo.exc import (
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import (
     InstructionTranslator,
-    InstructionTranslatorBase,
     SpeculationLog,
     TensorifyState,
 )
@@ -67,7 +66,6 @@ __all__ = [
     "is_compiled",
     "is_continuation",
     "leave_graphs_whole_in_ddp",
-    "of_breaks_in_loops",
     "opens_sizes_that_change",
     "patched",
     "real_object",
@@ -247,41 +245,6 @@ def goes_on_behind_breaks(
     functions.should_allow_nested_graph_breaks = lambda function: (
         not _is_comprehension(function.get_code()) and allows(function)
     )
-
-
-def of_breaks_in_loops(
-    when: Callable[[Iterator[Any]], bool], warn: Callable[[CodeType, int, fx.Graph, Exception, Iterator[Any]], None]
-) -> None:
-    """From here on, where `when(backends)` and a graph break in a loop has Dynamo make no graph of a frame:
-    `warn(code, line, graph, break, backends)`, of the code of that frame, the line of its loop, and what was traced.
-    What it raises comes as what a backend raises."""
-    kind: Any = InstructionTranslatorBase
-    give_up, trace = kind.raise_loop_graph_break, getattr(convert_frame, "trace_frame", None)
-    broken = dict[CodeType, tuple[int, fx.Graph, Exception]]()
-    if trace is None:
-        return
-
-    def noted(code: CodeType, error: Exception) -> None:
-        tx = InstructionTranslator.current_tx()
-        broken[tx.f_code] = tx.lineno, tx.output.graph, error
-        give_up(code, error)
-
-    @wraps(trace)
-    def traced(code: CodeType, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return trace(code, *args, **kwargs)
-        except TorchDynamoException as error:
-            backend = next(filter(callable, args), None)
-            if code in broken and getattr(error, "skip_frame", False) and when(wrapped_in(backend)):
-                try:
-                    warn(code, *broken[code], wrapped_in(backend))
-                except Exception as refused:
-                    raise BackendCompilerFailed(backend, refused, None) from refused  # as what a backend raises
-            raise
-        finally:
-            broken.clear()
-
-    kind.raise_loop_graph_break, convert_frame.trace_frame = staticmethod(noted), traced
 
 
 def _is_comprehension(code: CodeType) -> bool:

@@ -1,4 +1,5 @@
-"""A function of which Dynamo makes no graph, for a break in its loop: what it computes on every rank is told of."""
+"""A function of which Dynamo makes no graph, for a break in a loop or a block of it: what it computes on every rank is
+told of."""
 
 from __future__ import annotations
 
@@ -52,6 +53,17 @@ class InOne(Layers):
         return x
 
 
+class InABlock(Layers):
+    """The layers' break stands in a block, in front of the only attention."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            print("x", end="")
+        finally:
+            x = x[None]
+        return (x + F.scaled_dot_product_attention(x, x, x, is_causal=True))[0]
+
+
 def said(kind: type[nn.Module], on_refusal: str) -> tuple[list[str], float]:
     """What a rank says, and how much of the last graph is on shards."""
     torch._dynamo.reset()
@@ -85,3 +97,12 @@ def test_what_is_computed_without_a_graph_is_told_of(ranks, kind: type[nn.Module
         assert all("RefusedError: forward" in found[-1] for found in (first, second))
     else:
         assert first == second == []
+
+
+def test_what_stands_behind_a_break_in_a_block_is_told_of(ranks) -> None:
+    """It was not traced, but it is named."""
+    (first, _), (second, _) = ranks(2, said, InABlock, "warn")
+    (sentence,) = first
+    assert "every rank computes all of its scaled_dot_product_attention: Dynamo ends a graph at line" in sentence
+    assert "The block around that line as a function of its own leaves the rest its graphs" in sentence
+    assert second == []
