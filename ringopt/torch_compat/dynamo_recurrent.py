@@ -1,21 +1,30 @@
 """torch.nn's recurrent layers in a trace of Dynamo, which refuses them as it is configured.
 
-Dynamo would keep a call of `torch.lstm` in its graph, and compilers below would unroll it, step by step.
+Dynamo would keep a call of `torch.lstm` in its graph, and compilers below would unroll it, step by step. A frame in
+which it is called for packed sequences is traced as Dynamo is configured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
+from types import CodeType
 from typing import Any
+from weakref import WeakSet
 
 from torch._dynamo import config, convert_frame
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-from ringopt.torch_compat.dynamo import wrapped_in
+from ringopt.torch_compat.dynamo import TraceOtherwise, forget, wrapped_in
 
 __all__ = ["trace_recurrent_layers"]
+
+GIVEN = 9  # arguments of torch.lstm and its like; of packed sequences they are others, and as many
+
+
+class NoForm(Exception):
+    """A call that is given something else than its form."""
 
 
 def trace_recurrent_layers(
@@ -27,20 +36,27 @@ def trace_recurrent_layers(
     if trace is None:
         return
     kind: Any = TorchInGraphFunctionVariable
-    call = kind.call_function
+    call, left = kind.call_function, WeakSet[CodeType]()
 
     @wraps(trace)
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        if not when(wrapped_in(next(filter(callable, args), None))):
-            return trace(*args, **kwargs)
-        with config.patch(allow_rnn=True):
-            return trace(*args, **kwargs)
+    def traced(code: CodeType, *args: Any, **kwargs: Any) -> Any:
+        if code in left or not when(wrapped_in(next(filter(callable, args), None))):
+            return trace(code, *args, **kwargs)
+        try:
+            with config.patch(allow_rnn=True):
+                return trace(code, *args, **kwargs)
+        except NoForm as found:
+            left.add(code)
+            forget(args)
+            raise TraceOtherwise from found
 
     @wraps(call)
     def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         form = forms.get(self.value) if config.allow_rnn else None
         if form is None:
             return call(self, tx, args, kwargs)
+        if len(args) != GIVEN or not args[3].is_python_constant():  # whether there are biases
+            raise NoForm(self.value)
         return VariableTracker.build(tx, form).call_function(tx, args, kwargs)
 
     convert_frame.trace_frame, kind.call_function = traced, called

@@ -63,7 +63,7 @@ class Packed(Tagger):
 
 def on_ranks(name: str, shapes: list[tuple[int, int]], kind: Any = Tagger) -> list[tuple[float, list[Any]]]:
     torch._dynamo.reset()
-    module, found = kind(name), []
+    module, found, before = kind(name), [], len(reports())
     compiled = torch.compile(module, backend="ring", options={"inner_backend": "aot_eager"})
     for batch, tokens in shapes:
         torch.manual_seed(tokens)
@@ -73,7 +73,8 @@ def on_ranks(name: str, shapes: list[tuple[int, int]], kind: Any = Tagger) -> li
             module.zero_grad()
             of_both.append([*results(run, [x]), *(weight.grad for weight in module.parameters())])
         error = max(float((a - b).abs().max()) for a, b in zip(*of_both, strict=True))
-        found.append((error, [(site.form, site.strategy) for site in reports()[-1].sites]))
+        sites = reports()[-1].sites if len(reports()) > before else ()
+        found.append((error, [(site.form, site.strategy) for site in sites]))
     return found
 
 
@@ -119,5 +120,4 @@ def test_a_batch_is_shared_where_its_samples_part_alike(ranks: Any) -> None:
 @pytest.mark.parametrize("name", ["LSTM", "GRU"])
 def test_packed_sequences_are_left_to_torch(ranks: Any, name: str) -> None:
     for found in ranks(2, on_ranks, name, [(2, 12)], Packed):
-        assert [error < 1e-12 for error, _sites in found] == [True]
-        assert "scan" not in [form for form, _strategy in found[0][1]]
+        assert [error < 1e-12 for error, _sites in found] == [True] and found[0][1] == []

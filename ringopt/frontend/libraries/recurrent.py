@@ -21,7 +21,6 @@ from torch import Tensor
 from ringopt.frontend.libraries.operators import LIBRARY, define, defined
 from ringopt.rules.declare import Declaration, ScanRule
 from ringopt.scans.kernel import FUNCTIONS
-from ringopt.torch_compat.dynamo_calls import not_traced
 from ringopt.torch_compat.dynamo_recurrent import trace_recurrent_layers
 
 NAME = "recurrent"
@@ -66,12 +65,9 @@ def says(**given: Any) -> Declaration:
 
 def form(kind: str) -> Callable[..., Any]:
     """What Dynamo traces in the place of a function of torch."""
-    op, untraced = defined(NAME), not_traced(FUNCTION[kind])
+    op = defined(NAME)
 
     def traced(x: Tensor, before: Any, weights: Any, *settings: Any) -> Any:
-        # Of packed sequences torch is given (data, batch_sizes, before, weights, ...).
-        if isinstance(weights, Tensor) or (kind == "lstm" and isinstance(before, Tensor)):
-            return untraced(x, before, weights, *settings)
         biased, layers, dropout, train, bidirectional, batch_first = settings
         states = [torch.cat([h, c], -1) for h, c in zip(*before, strict=True)] if kind == "lstm" else list(before)
         x, lasts = x if batch_first else x.transpose(0, 1), []
