@@ -121,3 +121,36 @@ def test_a_batch_is_shared_where_its_samples_part_alike(ranks: Any) -> None:
 def test_packed_sequences_are_left_to_torch(ranks: Any, name: str) -> None:
     for found in ranks(2, on_ranks, name, [(2, 12)], Packed):
         assert [error < 1e-12 for error, _sites in found] == [True] and found[0][1] == []
+
+
+class UnderAutocast(nn.Module):
+    """Given float32, or what a product gives there."""
+
+    def __init__(self, name: str, behind: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.recurrent, self.behind = nn.Linear(WIDTH, WIDTH), layer_of(name).float(), behind
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", torch.bfloat16):
+            y, last = self.recurrent(self.into(x) if self.behind else x)
+            states = last if isinstance(last, tuple) else (last,)
+            return y, F.scaled_dot_product_attention(y, y, y, is_causal=True), *states
+
+
+def under_autocast(name: str, behind: bool) -> tuple[list[float], list[torch.dtype], list[torch.dtype], list[str]]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module, x = UnderAutocast(name, behind), torch.randn(1, 12, WIDTH, requires_grad=True)
+    compiled = torch.compile(module, backend="ring", options={"inner_backend": "aot_eager"})
+    of_both = [[y for y in results(run, [x]) if y is not None] for run in (compiled, module)]
+    far = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(*of_both, strict=True)]
+    found, expected = ([y.dtype for y in of] for of in of_both)
+    return far, found, expected, [site.strategy for site in reports()[-1].sites]
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
+def test_autocast_casts_it_as_it_does_in_eager(ranks: Any, name: str, behind: bool) -> None:
+    for far, found, expected, strategies in ranks(2, under_autocast, name, behind):
+        assert found == expected and max(far) < 2e-2 and "in turn" in strategies

@@ -11,6 +11,7 @@ runs its tokens when the one before it is done (ringopt/sharding/recurrences/ker
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -22,11 +23,13 @@ from ringopt.frontend.libraries.operators import LIBRARY, define, defined
 from ringopt.rules.declare import Declaration, ScanRule
 from ringopt.scans.kernel import FUNCTIONS
 from ringopt.torch_compat.dynamo_recurrent import trace_recurrent_layers
+from ringopt.torch_compat.fake_tensors import unset_fake_temporarily
 
 NAME = "recurrent"
-SCHEMA = "Tensor x, Tensor state, Tensor weights, str kind, int hidden, bool biased"
+SCHEMA = "Tensor x, Tensor state, Tensor weights, str kind, int hidden, bool biased, str cast"
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 FUNCTION: dict[str, Any] = {kind: getattr(torch, kind) for kind in GATES}
+CASTS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}  # of autocast, which operators of a library do not know
 
 
 def weights_in(weights: Tensor, inputs: int, state: int, kind: str, hidden: int, biased: bool) -> list[Tensor]:
@@ -43,19 +46,38 @@ def out_size(state: int, kind: str, hidden: int) -> int:
     return state - hidden if kind == "lstm" else state
 
 
-def run(x: Tensor, state: Tensor, weights: Tensor, kind: str, hidden: int, biased: bool) -> tuple[Tensor, Tensor]:
-    """One direction of one layer: x [B, n, D], state [B, out + hidden] of an LSTM, else [B, hidden]."""
+def run(
+    x: Tensor, state: Tensor, weights: Tensor, kind: str, hidden: int, biased: bool, cast: str
+) -> tuple[Tensor, Tensor]:
+    """One direction of one layer: x [B, n, D], state [B, out + hidden] of an LSTM, else [B, hidden]. Under autocast to
+    `cast`, if any."""
     parts = weights_in(weights, x.shape[-1], state.shape[-1], kind, hidden, biased)
     cut = [out_size(state.shape[-1], kind, hidden), hidden] if kind == "lstm" else [hidden]
     first = [part.unsqueeze(0).contiguous() for part in state.split(cut, -1)]
     before = first if kind == "lstm" else first[0]
-    out, *last = FUNCTION[kind](x, before, parts, biased, 1, 0.0, True, False, True)
-    return out.contiguous(), torch.cat([each[0] for each in last], -1)
+    with torch.autocast(x.device.type, getattr(torch, cast) if cast else None, enabled=bool(cast)):
+        out, *last = FUNCTION[kind](x, before, parts, biased, 1, 0.0, True, False, True)
+    return out.contiguous(), torch.cat([each[0] for each in last], -1).to(state.dtype)
 
 
-def fake(x: Tensor, state: Tensor, weights: Tensor, kind: str, hidden: int, biased: bool) -> tuple[Tensor, Tensor]:
+def fake(
+    x: Tensor, state: Tensor, weights: Tensor, kind: str, hidden: int, biased: bool, cast: str
+) -> tuple[Tensor, Tensor]:
     """As `run`."""
-    return x.new_empty((*x.shape[:-1], out_size(state.shape[-1], kind, hidden))), state.new_empty(state.shape)
+    out = out_size(state.shape[-1], kind, hidden)
+    dtype = dtype_of(kind, x.device.type, x.dtype, weights.dtype, cast, out != hidden) if cast else x.dtype
+    return x.new_empty((*x.shape[:-1], out), dtype=dtype), state.new_empty(state.shape)
+
+
+@lru_cache
+def dtype_of(kind: str, device: str, x: torch.dtype, weights: torch.dtype, cast: str, projects: bool) -> torch.dtype:
+    """Of results under autocast: one token of numbers is run, for it is not the same for all kinds and devices, and not
+    what torch has of tensors without numbers."""
+    with unset_fake_temporarily(), torch.no_grad():
+        token, state = torch.zeros(1, 1, 8, dtype=x, device=device), (4 if projects else 8) + 8 * (kind == "lstm")
+        shapes = [(GATES[kind] * 8, 8), (GATES[kind] * 8, 4 if projects else 8), *([(4, 8)] if projects else [])]
+        flat = torch.zeros(sum(map(prod, shapes)), dtype=weights, device=device)
+        return run(token, torch.zeros(1, state, dtype=x, device=device), flat, kind, 8, False, cast)[0].dtype
 
 
 def says(**given: Any) -> Declaration:
@@ -70,6 +92,8 @@ def form(kind: str) -> Callable[..., Any]:
     def traced(x: Tensor, before: Any, weights: Any, *settings: Any) -> Any:
         biased, layers, dropout, train, bidirectional, batch_first = settings
         states = [torch.cat([h, c], -1) for h, c in zip(*before, strict=True)] if kind == "lstm" else list(before)
+        device = x.device.type
+        cast = CASTS[torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else ""
         x, lasts = x if batch_first else x.transpose(0, 1), []
         own = list(by_direction(weights, layers * (1 + bidirectional)))
         for layer in range(layers):
@@ -78,13 +102,13 @@ def form(kind: str) -> Callable[..., Any]:
                 at = layer * (1 + bidirectional) + way
                 hidden = own[at][0].shape[0] // GATES[kind]
                 flat = torch.cat([weight.reshape(-1) for weight in own[at]])
-                out, last = op(x.flip(1) if way else x, states[at], flat, kind, hidden, biased)
+                out, last = op(x.flip(1) if way else x, states[at], flat, kind, hidden, biased, cast)
                 outs.append(out.flip(1) if way else out)
                 lasts.append(last)
             x = torch.cat(outs, -1) if bidirectional else outs[0]
             if dropout and train and layer + 1 < layers:
                 x = F.dropout(x, dropout, True)
-        return x if batch_first else x.transpose(0, 1), *carried(torch.stack(lasts), kind, before)
+        return x if batch_first else x.transpose(0, 1), *carried(torch.stack(lasts).to(x.dtype), kind, before)
 
     return traced
 
