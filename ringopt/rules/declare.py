@@ -106,7 +106,7 @@ class ScanRule:
     dim       of tokens
     axes      where the last state is M S + U of the first, S: what M does along each dim of the state. "point": a
               coefficient for each index, "mixed": M sums over it, "free": all indices have the same M. None: the state
-              is in no affine way made of that before, and the ranks run one after the other
+              is in no affine way made of that before: ranks share heads, or run one after the other
     additive  of `tokens`, what U is made of: where they are zeros, so is U
     segments  the argument that tells packed sequences apart, None in a call: there is one. Cumulative lengths [N + 1]
               (cu_seqlens) of one batch, with a state for each sequence; or the number of the sequence that each token

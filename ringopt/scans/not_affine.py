@@ -12,6 +12,7 @@ from typing import Any
 import torch.fx as fx
 
 from ringopt.calls import OpCall
+from ringopt.ir.nodes import op_name, shape_of
 from ringopt.ir.refusal import Refusal
 from ringopt.ir.symbolic_sizes import elements, is_open
 from ringopt.scans.affine import prove_affine
@@ -22,10 +23,21 @@ from ringopt.scans.kernel import ScanKernel
 from ringopt.scans.trace import Kinds
 
 
-def can_be_shared(text: str, kinds: Kinds, steps: Any, ranks: int) -> bool:
-    """In either way; by heads where the number of steps is known."""
-    heads = not is_open(steps) and any(one.size % ranks == 0 for one in independent_dims(text, kinds))
+def can_be_shared(text: str, kinds: Kinds, steps: Any, ranks: int, tokens: set[int]) -> bool:
+    """In either way; by heads where the number of steps is known. Not where the steps are no `tokens` of an attention,
+    and the loop has many of these that know nothing of each other: it goes over levels of each, which ranks share as it
+    stands."""
+    found = independent_dims(text, kinds)
+    if elements([steps]) not in tokens and any(one.size in tokens for one in found):
+        return False
+    heads = not is_open(steps) and any(one.size % ranks == 0 for one in found)
     return heads or pays_in_turn(text, kinds, steps, ranks)
+
+
+def attended(graph: fx.Graph) -> set[int]:
+    """How many tokens the attentions of a graph have, at the sizes at hand."""
+    calls = (node for node in graph.nodes if op_name(node) == "scaled_dot_product_attention")
+    return {elements([shape_of(x)[-2]]) for node in calls for x in node.args[:2] if isinstance(x, fx.Node)}
 
 
 def pays_in_turn(text: str, kinds: Kinds, steps: Any, ranks: int) -> bool:

@@ -71,6 +71,22 @@ class Chunks(nn.Module):
         return out + F.scaled_dot_product_attention(out, out, out, is_causal=True)
 
 
+class Levels(nn.Module):
+    """A loop over eight levels of each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mixed = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros_like(x[:, :, 0])
+        for level in range(x.shape[2]):
+            h = self.mixed(h + x[:, :, level]).tanh()
+        h = h[:, None]
+        return h + F.scaled_dot_product_attention(h, h, h)
+
+
 class Counts(nn.Module):
     """A whole number beside the state, larger than what float32 holds."""
 
@@ -133,8 +149,8 @@ def test_by_heads_is_for_a_known_number_of_steps() -> None:
     """A state that is more than what is read of it cannot be handed on."""
     scan = Scan(lambda s, x: ((s := s * s + x), s), [drawn(4, 64)], [drawn(8, 1, 1)], [])
     kinds = kinds_of(scan.init, scan.xs, scan.consts)
-    assert can_be_shared(scan.text, kinds, 8, 2)
-    assert not can_be_shared(scan.text, kinds, ShapeEnv().create_unbacked_symint(), 2)
+    assert can_be_shared(scan.text, kinds, 8, 2, set())
+    assert not can_be_shared(scan.text, kinds, ShapeEnv().create_unbacked_symint(), 2, set())
 
 
 def test_gradients_are_handed_back_between_all_segments() -> None:
@@ -142,6 +158,15 @@ def test_gradients_are_handed_back_between_all_segments() -> None:
     given = {"init": scan.init, "xs": scan.xs, "consts": [], "body": scan.text, "layout": "zigzag", "steps": 24}
     call = SizedCall("sharded_scan_backward", {**given, "segments": 8, "ends": False}, None, 4, 0)
     assert sent_bytes(call) == 7 * 2 * 3 * BYTES * 3
+
+
+@pytest.mark.parametrize("tokens", [40, 41])
+def test_levels_of_each_token_are_shared_as_they_stand(tokens: int) -> None:
+    """Of neither the tokens nor the levels anything changes ranks."""
+    x = torch.randn(1, tokens, 8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    found = validate(2, Levels(), x.requires_grad_())
+    assert found.wrong == "" and [site.form for site in found.report.sites] == ["sdpa"]
+    assert found.report.sharded_fraction == 1.0 and [gather.op for gather in found.report.gathers] == ["output"]
 
 
 def test_whole_numbers_are_not_handed_on() -> None:
