@@ -37,7 +37,7 @@ from ringopt.rewrite import Facts, Rewrite
 from ringopt.scans.affine import prove_affine
 from ringopt.scans.body import NoBody, to_text
 from ringopt.scans.gradient_paths import detach_what_no_gradient_comes_to
-from ringopt.scans.not_affine import attended, can_be_shared
+from ringopt.scans.not_affine import attended_lengths, can_be_shared
 from ringopt.scans.real_parts import has_complex, real_step
 from ringopt.scans.trace import Kinds
 
@@ -86,7 +86,7 @@ class FindScan(Rewrite["Loop | fx.Node", Found]):
         if not isinstance(proof, Refusal) or found.any_step:
             return None
         shared = mesh.size > 1 and mesh.name != ANY
-        tokens = attended(facts.graph) if shared else set[int]()
+        tokens = attended_lengths(facts.graph) if shared else set[int]()
         return None if shared and can_be_shared(found.text, found.kinds, found.steps, mesh.size, tokens) else proof
 
     def rewrite(self, found: Found, facts: Facts) -> None:

@@ -34,7 +34,7 @@ def can_be_shared(text: str, kinds: Kinds, steps: Any, ranks: int, tokens: set[i
     return heads or pays_in_turn(text, kinds, steps, ranks)
 
 
-def attended(graph: fx.Graph) -> set[int]:
+def attended_lengths(graph: fx.Graph) -> set[int]:
     """How many tokens the attentions of a graph have, at the sizes at hand."""
     calls = (node for node in graph.nodes if op_name(node) == "scaled_dot_product_attention")
     return {elements([shape_of(x)[-2]]) for node in calls for x in node.args[:2] if isinstance(x, fx.Node)}
