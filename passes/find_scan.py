@@ -57,7 +57,7 @@ class Found:
 
 @dataclass(frozen=True)
 class FindScan(Rewrite["Loop | fx.Node", Found]):
-    """Rewrites each recurrence that ranks can share as one `ringopt::scan`: it is affine, or many beside each other."""
+    """Rewrites each recurrence as one `ringopt::scan` whose step is affine, or that ranks can share all the same."""
 
     name = "find_scan"
     reads = ("mesh", "values")

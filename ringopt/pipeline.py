@@ -57,7 +57,7 @@ class Context:
     left               outputs that stay on their ranks, by place, and how they are spread
     gathered           outputs that are whole, by place, and the rows that they are gathered from
     step               the pass that runs, or ran last
-    improved           whether the graph is one that an inner compiler makes faster code of, on one process too
+    improved           whether one process compiles this graph instead of the program's, though it calls no operator
     spreads            whether something is to be spread, once strategies are chosen
     order              while the passes run, the order of inputs and outputs that is not the caller's
     canonical          that order, afterwards: compilers below get the graph in it again

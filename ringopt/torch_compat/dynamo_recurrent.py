@@ -36,12 +36,13 @@ def trace_recurrent_layers(
     if trace is None:
         return
     kind: Any = TorchInGraphFunctionVariable
-    call, left = kind.call_function, WeakSet[CodeType]()
+    call, within, left = kind.call_function, set[CodeType](), WeakSet[CodeType]()
 
     @wraps(trace)
     def traced(code: CodeType, *args: Any, **kwargs: Any) -> Any:
         if code in left or not when(wrapped_in(next(filter(callable, args), None))):
             return trace(code, *args, **kwargs)
+        within.add(code)
         try:
             with config.patch(allow_rnn=True):
                 return trace(code, *args, **kwargs)
@@ -49,10 +50,12 @@ def trace_recurrent_layers(
             left.add(code)
             forget(args)
             raise TraceOtherwise from found
+        finally:
+            within.discard(code)
 
     @wraps(call)
     def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        form = forms.get(self.value) if config.allow_rnn else None
+        form = forms.get(self.value) if tx.output.root_tx.f_code in within else None
         if form is None:
             return call(self, tx, args, kwargs)
         if len(args) != GIVEN or not args[3].is_python_constant():  # whether there are biases

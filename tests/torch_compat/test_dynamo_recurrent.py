@@ -40,3 +40,7 @@ def test_a_form_is_traced_for_the_backend_that_wants_it_alone(monkeypatch: pytes
         torch._dynamo.reset()
         torch.testing.assert_close(torch.compile(layer, backend=asked)(x)[0], expected)
         assert torch.gru not in SEEN and bool(SEEN) == (asked is backend)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(allow_rnn=True):  # as a program may set it for itself
+        torch.testing.assert_close(torch.compile(layer, backend=other)(x)[0], layer(x)[0])
+    assert torch.gru in SEEN

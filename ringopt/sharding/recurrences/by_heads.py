@@ -130,7 +130,7 @@ def heads_or_states(
         choose_way(info, case, mesh, value_of(found.call.xs[0]), strategy)
     else:
         info.notes.append(f"shared by heads, for {info.refusal}")
-        info.refusal, info.strategy, info.bytes_sent = None, "heads", heads_bytes(case)
+        info.refusal, info.strategy, info.bytes_sent = None, "heads", heads_bytes(case.moved, mesh.size)
         info.layout = layouts.of(found.call.steps.length)
     if info.strategy == "heads":
         info.notes += [in_common(found.common)] if found.common else []

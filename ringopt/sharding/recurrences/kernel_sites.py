@@ -144,6 +144,6 @@ def moved(node: fx.Node, says: ScanRule, mesh: Mesh) -> int:
 def alone_by_heads(node: fx.Node, says: ScanRule, info: SiteInfo, mesh: Mesh) -> None:
     """By heads without comparing, for the ranks would run their tokens one after the other."""
     info.strategy = "heads"
-    info.bytes_sent = heads_bytes(ScanCase(0.0, 0.0, 0, moved(node, says, mesh), 0, mesh.size, info.training))
+    info.bytes_sent = heads_bytes(moved(node, says, mesh), mesh.size)
     of_each = next(size for name, size in heads_of(node, says) if name == "0") // mesh.size
     info.notes.append(f"shared by heads, {of_each} a rank: what {info.kernel} carries is not affine by its rule")

@@ -25,7 +25,7 @@ def choose_way(info: SiteInfo, case: ScanCase, mesh: Mesh, like: Tensor, strateg
     info.predictions, (best, other) = tuple(found), found
     info.strategy = best.strategy
     if best.strategy == "heads":
-        info.bytes_sent = heads_bytes(case)
+        info.bytes_sent = heads_bytes(case.moved, case.ranks)
     info.reason = (
         f"strategy {best.strategy} {duration(best.seconds)}, {bytes_text(best.bytes)} sent, predicted (others: "
         f"{other.strategy} {duration(other.seconds)}, {bytes_text(other.bytes)} sent); {rates.source}"
@@ -33,9 +33,9 @@ def choose_way(info: SiteInfo, case: ScanCase, mesh: Mesh, like: Tensor, strateg
     info.notes.append(info.reason)
 
 
-def heads_bytes(case: ScanCase) -> int:
-    """That a rank sends in the forward, by heads."""
-    return case.moved * (case.ranks - 1) // case.ranks
+def heads_bytes(moved: int, ranks: int) -> int:
+    """That a rank sends in the forward, by heads, where `moved` are the bytes of its tokens."""
+    return moved * (ranks - 1) // ranks
 
 
 def in_common(operands: Sequence[fx.Node]) -> str:
