@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from ringopt import explain
 from ringopt.backend import reports
 from ringopt.frontend.libraries.recurrent import FUNCTION, form
-from tests.harness.capturing import results
+from tests.harness.capturing import largest_error, results
 
 WIDTH = 8
 LAYERS = {
@@ -68,11 +69,7 @@ def on_ranks(name: str, shapes: list[tuple[int, int]], kind: Any = Tagger) -> li
     for batch, tokens in shapes:
         torch.manual_seed(tokens)
         x = torch.randn(batch, tokens, WIDTH, dtype=torch.float64, requires_grad=True)
-        of_both = []
-        for run in (compiled, module):
-            module.zero_grad()
-            of_both.append([*results(run, [x]), *(weight.grad for weight in module.parameters())])
-        error = max(float((a - b).abs().max()) for a, b in zip(*of_both, strict=True))
+        error = largest_error(compiled, module, x)
         sites = reports()[-1].sites if len(reports()) > before else ()
         found.append((error, [(site.form, site.strategy) for site in sites]))
     return found
@@ -154,3 +151,10 @@ def under_autocast(name: str, behind: bool) -> tuple[list[float], list[torch.dty
 def test_autocast_casts_it_as_it_does_in_eager(ranks: Any, name: str, behind: bool) -> None:
     for far, found, expected, strategies in ranks(2, under_autocast, name, behind):
         assert found == expected and max(far) < 2e-2 and "in turn" in strategies
+
+
+def test_a_batch_is_shared_without_comparing_for_the_ranks_would_wait() -> None:
+    report = explain(Tagger("LSTM"), torch.randn(4, 16, WIDTH, dtype=torch.float64), world_size=2)
+    (site,) = (site for site in report.sites if site.form == "scan")
+    assert site.strategy == "heads" and not site.predictions
+    assert "shared by heads, 2 a rank: what ringopt_kernels::recurrent carries is not affine by its rule" in site.notes

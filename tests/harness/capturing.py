@@ -56,6 +56,15 @@ def results(run: Any, inputs: Sequence[Any]) -> list[torch.Tensor | None]:
     ]  # fmt: skip
 
 
+def largest_error(run: Any, module: torch.nn.Module, x: torch.Tensor) -> float:
+    """Of outputs, and of the gradients of `x` and of all parameters, from those of `module` itself."""
+    of_both = []
+    for each in (run, module):
+        module.zero_grad()
+        of_both.append([*results(each, [x]), *(weight.grad for weight in module.parameters())])
+    return max(float((a - b).abs().max()) for a, b in zip(*of_both, strict=True))
+
+
 def assert_same(run: Any, reference: Any, inputs: Sequence[Any]) -> None:
     """Same bits: outputs, gradients, and inputs after the call."""
     for found, expected in zip(results(run, inputs), results(reference, inputs), strict=True):

@@ -18,7 +18,7 @@ from ringopt.ops.traits import sent_bytes
 from ringopt.scans.not_affine import can_be_shared
 from ringopt.scans.trace import kinds_of
 from ringopt.torch_compat.symbolic_shapes import ShapeEnv
-from tests.harness.capturing import results
+from tests.harness.capturing import largest_error
 from tests.harness.translation import validate
 from tests.scans.bodies import Scan, drawn
 from tests.sharding.test_scan_heads import WIDTH, Cell, verdict
@@ -184,11 +184,7 @@ def over_lengths(shapes: list[tuple[int, int]]) -> list[tuple[float, list[str], 
     for batch, tokens in shapes:
         torch.manual_seed(tokens)
         x = torch.randn(batch, tokens, WIDTH, dtype=torch.float64, requires_grad=True)
-        of_both = []
-        for run in (compiled, module):
-            module.zero_grad()
-            of_both.append([*results(run, [x]), *(weight.grad for weight in module.parameters())])
-        error = max(float((a - b).abs().max()) for a, b in zip(*of_both, strict=True))
+        error = largest_error(compiled, module, x)
         found.append((error, [site.strategy for site in reports()[-1].sites], len(reports()) - before))
     return found
 
