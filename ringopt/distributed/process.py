@@ -26,6 +26,7 @@ from ringopt.distributed.mesh import Mesh, Transfer, Work, register
 from ringopt.distributed.occupancy import CROWD, Occupancy
 from ringopt.distributed.standing import PATIENCE, Call, differences
 from ringopt.distributed.standing import publish as publish_call
+from ringopt.distributed.tensor_digest import bytes_in_order
 from ringopt.errors import RingCommError, RingMismatchError, RingThreadError
 from ringopt.torch_compat.distributed import (
     all_gather_single,
@@ -314,7 +315,7 @@ class ProcessMesh(Mesh):
 
     def _start_all_gather(self, x: Tensor, label: str) -> tuple[list[Tensor], Transfer]:
         # As bytes: gloo gathers no bool and no complex numbers.
-        mine = x.contiguous().view(-1).view(torch.uint8)
+        mine = bytes_in_order(x)
         whole = mine.new_empty(self.size * mine.numel())
         parts = whole.split(mine.numel())
         what = f"all_gather of {x.nbytes} bytes with global ranks {self.ranks}"

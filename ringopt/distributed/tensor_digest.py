@@ -43,8 +43,9 @@ def of_rows(rows: Tensor, at_a_time: int) -> Tensor:
 
 
 def bytes_in_order(x: Tensor) -> Tensor:
-    """uint8 [bytes], in the order of the elements."""
-    return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    """uint8 [bytes], in the order of the elements; in the memory of `x` where it is contiguous."""
+    whole = x.detach().resolve_conj().resolve_neg().contiguous()
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
 
 
 def aligned_numbers(data: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from torch import Tensor
 from ringopt.context_parallel.geometry.layouts import Layout, layout_of, layouts_of
 from ringopt.distributed.lookup import mesh_of
 from ringopt.distributed.mesh import Mesh
+from ringopt.distributed.tensor_digest import bytes_in_order
 from ringopt.ops.collectives import factored, with_dim
 from ringopt.ops.row_runs import Rows, add_rows, copy_rows, paired_rows
 from ringopt.ops.tags import ON_HOST
@@ -217,7 +218,7 @@ def trade(mesh: Mesh, x: Tensor, sends: Any, receives: Any, label: str) -> list[
     """Parts of `x` go to peers; what came of each of `receives`, a peer and the sizes of its part."""
     mesh.meet_on(x.device)
     # As bytes: gloo carries no bool, and no complex numbers.
-    out = [(peer, part.contiguous().view(-1).view(torch.uint8)) for peer, part in sends]
+    out = [(peer, bytes_in_order(part)) for peer, part in sends]
     came = [(peer, x.new_empty(prod(sizes))) for peer, sizes in receives]
     mesh.exchange(out, [(peer, buffer.view(torch.uint8)) for peer, buffer in came], label).wait()
     return [buffer.view(sizes) for (_, buffer), (_, sizes) in zip(came, receives, strict=True)]

@@ -52,19 +52,20 @@ def talk(transport: str) -> tuple[Any, ...]:
     total = mesh.all_reduce(torch.randn(1001, generator=torch.Generator().manual_seed(mesh.rank)))
     same = all(torch.equal(total, other) for other in mesh.all_gather(total))
     empty = [list(x.shape) for x in mesh.all_gather(torch.empty(0, 3))]
+    of_one = [x.tolist() for x in mesh.all_gather((torch.arange(9.0) + mesh.rank)[::9])]  # its stride is 9
     known = mesh_of("world") is mesh
     process_mesh(timeout_s=DEFAULT_TIMEOUT)  # for the tests that follow on these ranks
-    return got.unique().tolist(), gathered, same, empty, mesh.name, known, len(mesh.in_flight)
+    return got.unique().tolist(), gathered, same, empty, of_one, mesh.name, known, len(mesh.in_flight)
 
 
 @pytest.mark.parametrize("transport", ["memory", "group"])
 def test_messages_and_collectives(ranks: Ranks, transport: str) -> None:
-    for rank, (got, gathered, same, empty, name, found, left) in enumerate(ranks(3, talk, transport)):
+    for rank, (got, gathered, same, empty, of_one, name, found, left) in enumerate(ranks(3, talk, transport)):
         assert got == [float((rank - 1) % 3)]
         for dtype, parts in zip(DTYPES, gathered, strict=True):
             assert parts == [[int(bool(r)) if dtype == torch.bool else r] * 2 for r in range(3)]
         assert same, "all_reduce gives the same bits everywhere"
-        assert empty == [[0, 3]] * 3
+        assert empty == [[0, 3]] * 3 and of_one == [[0.0], [1.0], [2.0]]
         assert (name, found, left) == ("world", True, 0)
 
 

@@ -89,6 +89,7 @@ def lazily_changed() -> list[tuple[Tensor, Tensor]]:
         (torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),) * 2,
         (torch.ones(0, 3), torch.ones(0, 3)),
         (torch.tensor(2.5), torch.tensor(2.5)),
+        (torch.arange(9.0)[::9], torch.tensor([0.0])),  # one element, whose stride torch keeps
         (torch.ones(3, requires_grad=True), torch.ones(3)),
     ]
 

@@ -78,6 +78,18 @@ def test_any_dtype_travels_bit_by_bit(dtype):
         assert torch.equal(found.view(torch.uint8), x.view(torch.uint8))
 
 
+def test_one_number_travels_whatever_its_stride():
+    """One element is contiguous for torch, but of no stride 1 where it was cut out."""
+    x = torch.arange(24.0).view(6, 4)[:, ::4]
+
+    def body(mesh):
+        mine = torch.zeros(3, 4)[:, ::4].copy_(x[held(layout_of("contiguous", 6, 2), mesh.rank)])
+        return ops.fetch_rows(mine, 0, 1, 6, 1, "take", [2, 1, 2], 2, "contiguous", mesh.name)
+
+    for found in run_on_threads(2, body):
+        assert found.tolist() == x[2:4].tolist()
+
+
 def test_every_row_has_a_place_in_a_window():
     """Windows of a convolution with padding: chunk by chunk, all rows that they see and no other."""
     spec = window_rows(12, 2, -1, 3)
