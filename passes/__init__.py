@@ -10,6 +10,7 @@ from ringopt.options import Options
 from ringopt.passes.canonicalize import Canonicalize
 from ringopt.passes.choose_strategy import ChooseStrategy
 from ringopt.passes.classify_mask import ClassifyMask
+from ringopt.passes.contract import Contract
 from ringopt.passes.dilate import Dilate
 from ringopt.passes.draw_by_position import DrawByPosition
 from ringopt.passes.find_attention import FindAttention
@@ -34,6 +35,7 @@ UNDERSTAND = (
     FindSubstitution(),  # a triangular system is one solve, which may be a part of a step
     FindScan(),  # recurrences are one node each, while their steps stand in the order in which they were traced
     Canonicalize(),  # in one order on all ranks: what is decided in the order of the graph is decided alike
+    Contract(),  # products that are summed over are one node each
     FindSoftmax(),  # every softmax is one node
     SplitWeights(),  # and each has products of its own
     FindAttention(),  # every attention that is called is one canonical node

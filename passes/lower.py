@@ -38,12 +38,13 @@ class Lower(Pass):
     """Gives every node the local size of its placement, and outputs the strides and aliasing of eager."""
 
     name = "lower"
-    reads = ("sites", "scans", "given", "pairs", "cuts", "mixed", "left", "drawn")
+    reads = ("sites", "scans", "given", "pairs", "cuts", "mixed", "left", "drawn", "improved")
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         write_unseen(gm.graph)
         kept = keep_before_writes(gm.graph)
-        if not context.shards and not context.drawn and not kept and not any(map(is_scan, gm.graph.nodes)):
+        changed = context.shards or context.drawn or context.improved or kept
+        if not changed and not any(map(is_scan, gm.graph.nodes)):
             return
         inputs = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
         values = map(value_of, gm.graph.nodes)

@@ -6,6 +6,7 @@ Each is written as models write it in plain torch: a Python loop over chunks, an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -102,11 +103,11 @@ def delta_step(state: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class Mamba2(nn.Module):
-    """[B, S, width] -> the same."""
+    """[B, S, width] -> the same. `contract` is torch.einsum, or `multiplied`."""
 
-    def __init__(self, heads: int):
+    def __init__(self, heads: int, contract: Callable[..., Tensor] = torch.einsum):
         super().__init__()
-        width = heads * DIM
+        self.contract, width = contract, heads * DIM
         self.heads, self.near = heads, CausalConvolution(width + 2 * STATE)
         self.project, self.out = nn.Linear(width, 2 * width + 2 * STATE + heads), nn.Linear(width, width)
         self.decay, self.skip = nn.Parameter(torch.linspace(0.1, 0.5, heads)), nn.Parameter(torch.ones(heads, 1))
@@ -116,23 +117,46 @@ class Mamba2(nn.Module):
         gate, states, step = self.project(x).split([width, width + 2 * STATE, self.heads], -1)
         value, key, query = self.near(states).split([width, STATE, STATE], -1)
         value, step = value.unflatten(-1, (self.heads, DIM)), 0.1 * F.softplus(step)
-        heads = state_space(value * step[..., None], -self.decay * step, key, query) + self.skip * value
+        heads = state_space(value * step[..., None], -self.decay * step, key, query, self.contract) + self.skip * value
         mixed: Tensor = self.out(heads.flatten(2) * F.silu(gate))
         return mixed
 
 
-def state_space(value: Tensor, decay: Tensor, key: Tensor, query: Tensor) -> Tensor:
+def state_space(
+    value: Tensor, decay: Tensor, key: Tensor, query: Tensor, contract: Callable[..., Tensor] = torch.einsum
+) -> Tensor:
     """As the paper has it: values [B, S, H, D], decays [B, S, H], keys and queries [B, S, N]; S is whole chunks."""
     value, decay, key, query = (x.unflatten(1, (-1, CHUNK)) for x in (value, decay, key, query))
     decay = decay.permute(0, 3, 1, 2)
     total = decay.cumsum(-1)
-    near = torch.einsum("bcln,bcsn,bhcls,bcshp->bclhp", query, key, segment_sums(decay).exp(), value)
-    states = torch.einsum("bcln,bhcl,bclhp->bchpn", key, (total[..., -1:] - total).exp(), value)
+    near = contract("bcln,bcsn,bhcls,bcshp->bclhp", query, key, segment_sums(decay).exp(), value)
+    states = contract("bcln,bhcl,bclhp->bchpn", key, (total[..., -1:] - total).exp(), value)
     states = torch.cat([torch.zeros_like(states[:, :1]), states], 1)
     between = segment_sums(F.pad(total[..., -1], (1, 0))).exp()
-    before = torch.einsum("bhzc,bchpn->bzhpn", between, states)[:, :-1]
-    far = torch.einsum("bcln,bchpn,bhcl->bclhp", query, before, total.exp())
+    before = contract("bhzc,bchpn->bzhpn", between, states)[:, :-1]
+    far = contract("bcln,bchpn,bhcl->bclhp", query, before, total.exp())
     return (near + far).flatten(1, 2)
+
+
+def multiplied(equation: str, *operands: Tensor) -> Tensor:
+    """An einsum, one operand after the other multiplied and summed: as transformers 4 has it."""
+    inputs, out = equation.split("->")
+    (text, *texts), (product, *others) = inputs.split(","), operands
+    for place, (other, of) in enumerate(zip(others, texts, strict=True)):
+        asked, every = set(out).union(*texts[place + 1 :]), [*dict.fromkeys(text + of)]
+        product = unsqueezed(product, text, every) * unsqueezed(other, of, every)
+        gone = [dim for dim, letter in enumerate(every) if letter not in asked]
+        text = "".join(letter for letter in every if letter in asked)
+        product = product.sum(gone) if gone else product
+    return product.permute([text.index(letter) for letter in out])
+
+
+def unsqueezed(x: Tensor, letters: str, every: Sequence[str]) -> Tensor:
+    """`x` with a dim of size 1 for each letter that it lacks."""
+    x = x.permute([letters.index(letter) for letter in every if letter in letters])
+    for dim, letter in enumerate(every):
+        x = x if letter in letters else x.unsqueeze(dim)
+    return x
 
 
 def segment_sums(x: Tensor) -> Tensor:
@@ -142,7 +166,11 @@ def segment_sums(x: Tensor) -> Tensor:
     return pairs.masked_fill(torch.ones(pairs.shape[-2:], dtype=torch.bool, device=x.device).triu(1), -torch.inf)
 
 
-LAYERS: dict[str, Callable[[int], nn.Module]] = {"gated delta net": GatedDeltaNet, "mamba2": Mamba2}
+LAYERS: dict[str, Callable[[int], nn.Module]] = {
+    "gated delta net": GatedDeltaNet,
+    "mamba2": Mamba2,
+    "mamba2, multiplied": partial(Mamba2, contract=multiplied),
+}
 
 
 def layer_of(name: str, heads: int, loop: Loop = "written") -> nn.Module:
@@ -153,4 +181,4 @@ def layer_of(name: str, heads: int, loop: Loop = "written") -> nn.Module:
 
 def map_sizes(name: str, heads: int) -> tuple[int, int]:
     """Numbers of the map of a segment: those of its matrix (of Mamba2 one a head), and of the state."""
-    return (heads, heads * DIM * STATE) if name == "mamba2" else (heads * DIM * DIM, heads * DIM * DIM)
+    return (heads, heads * DIM * STATE) if name.startswith("mamba2") else (heads * DIM * DIM, heads * DIM * DIM)

@@ -49,7 +49,12 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
     )
     parser.add_argument("--ranks", metavar="P", type=two_or_more, default=2, help="no more than cores (2)")
     parser.add_argument("--repeats", metavar="N", type=natural, default=3, help="timed steps of each (3)")
-    parser.add_argument("--only", metavar="LAYER", nargs="+", help='only these layers: "gated delta net", "mamba2"')
+    parser.add_argument(
+        "--only",
+        metavar="LAYER",
+        nargs="+",
+        help='only these layers: "gated delta net", "mamba2", "mamba2, multiplied"',
+    )
     parser.add_argument(
         "--longest", metavar="S", type=natural, default=900, help="seconds that each may take, compilation too (900)"
     )
