@@ -101,6 +101,14 @@ def test_what_is_not_affine_runs_rank_by_rank_at_any_length(ranks: Any, name: st
         assert [report.sharded_fraction for report in reports] == [1.0, 1.0]
 
 
+def test_a_process_that_was_alone_before_traces_loops_as_its_new_neighbours_do(ranks: Any) -> None:
+    ((error, _, said),) = ranks(1, compared, "saturates", [64, 48], EAGER)
+    assert error < 1e-10 and "is traced turn by turn" in said
+    for error, reports, said in ranks(2, compared, "saturates", [64, 48], EAGER):
+        assert error < 1e-10 and said == ""
+        assert [report.sites[-1].strategy for report in reports] == ["in turn", "in turn"]
+
+
 def test_slices_are_one_node_where_all_turns_have_as_many_rows(ranks: Any) -> None:
     for error, reports, said in ranks(2, compared, "slices", [64, 48, 50, 72], EAGER):
         assert error < 1e-10 and said == ""

@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.fx as fx
 import torch.nn as nn
 import transformers.generation.utils
 import transformers.models.auto.modeling_auto  # noqa: F401  (once for all types)
@@ -30,9 +29,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringopt.backend
 from ringopt.errors import first_line
-from ringopt.frontend.data_sizes.traced_again import on_ranks, traces_sizes
-from ringopt.frontend.higher_order.associative_scan import keeps_associative_scans
-from ringopt.frontend.loops.rolled import rolls_loops
 from ringopt.report import Report
 from ringopt.tools.benchmarks.lab.result import Row
 from ringopt.tools.benchmarks.lab.tensor_bytes import peak_bytes
@@ -40,7 +36,7 @@ from ringopt.tools.benchmarks.lab.timing import processor_seconds
 from ringopt.tools.benchmarks.models.judged import NOTHING, died, no_answer
 from ringopt.tools.benchmarks.models.tiny_diffusers import build_denoiser
 from ringopt.tools.benchmarks.models.tiny_transformers import build_auto, build_tiny, reference_of
-from ringopt.tools.benchmarks.models.widened import Widened, widen
+from ringopt.tools.benchmarks.models.widened import Widened, widened_ring
 from ringopt.torch_compat import dynamo
 from ringopt.torch_compat import inductor as of_inductor
 from ringopt.torch_compat.pytree import tree_leaves
@@ -201,7 +197,9 @@ def _a_rank(rank: int, answers: Any, trial: Trial) -> None:
             dynamo.patched(recompile_limit=64),
             sdpa_kernel(SDPBackend.MATH),
         ):
-            compiled = torch.compile(trial.model, backend=_widened_ring(trial.inner))
+            # What a model draws with a seed of its own (Reformer's buckets) is then what one process draws.
+            ring = widened_ring(inner_backend=trial.inner, on_refusal="ignore", random="torch")
+            compiled = torch.compile(trial.model, backend=ring)
             found = _numbers(compiled, trial.calls[0])
             took = processor_seconds() - begin
             graphs = ringopt.backend.reports()
@@ -219,19 +217,6 @@ def _a_rank(rank: int, answers: Any, trial: Trial) -> None:
     finally:
         answers.close()
         os._exit(0)  # a rank whose neighbour failed would wait for it
-
-
-def _widened_ring(inner: str) -> Callable[..., Any]:
-    @traces_sizes(on_ranks)
-    @keeps_associative_scans
-    @rolls_loops
-    def ring(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        widen(gm)
-        # What a model draws with a seed of its own (Reformer's buckets) is then what one process draws.
-        options = {"inner_backend": inner, "on_refusal": "ignore", "random": "torch"}
-        return ringopt.backend.ring(gm, inputs, options=options)
-
-    return ring
 
 
 def _numbers(model: Any, inputs: dict[str, Any]) -> list[Tensor | None]:

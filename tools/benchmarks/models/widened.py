@@ -3,13 +3,31 @@ is rounding and one of 1e-8 is not."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch.overrides import TorchFunctionMode
 
+import ringopt.backend
+from ringopt.frontend.data_sizes.traced_again import on_ranks, traces_sizes
+from ringopt.frontend.higher_order.associative_scan import keeps_associative_scans
+from ringopt.frontend.loops.rolled import rolls_loops
 from ringopt.torch_compat.pytree import tree_map
+
+
+def widened_ring(**options: Any) -> Callable[..., Any]:
+    """The backend "ring" of such programs."""
+
+    @traces_sizes(on_ranks)
+    @keeps_associative_scans
+    @rolls_loops
+    def ring(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        widen(gm)
+        return ringopt.backend.ring(gm, inputs, options=options)
+
+    return ring
 
 
 def widen(gm: fx.GraphModule) -> None:
