@@ -19,6 +19,7 @@ import torch
 import torch.fx as fx
 
 from ringopt.dims.contraction import Letters, Product, product_of
+from ringopt.hardware.precision import rounds_float32
 from ringopt.ir.nodes import eliminate_dead_code, emit, op_name, shape_of, value_of
 from ringopt.ir.symbolic_sizes import is_open
 from ringopt.pipeline import Context, Pass
@@ -89,7 +90,7 @@ def is_reused(product: Product) -> bool:
 def is_exact(product: Product) -> bool:
     """Whether a matrix product has the precision of the multiplication: of float32, GPUs may take TF32 for it."""
     dtypes = {value_of(node).dtype for node in (*product.operands, product.node.args[0], product.node)}
-    rounds = torch.float32 in dtypes and torch.get_float32_matmul_precision() != "highest"
+    rounds = torch.float32 in dtypes and rounds_float32(value_of(product.node).device.type)
     return len(dtypes) == 1 and all(dtype.is_floating_point for dtype in dtypes) and not rounds
 
 

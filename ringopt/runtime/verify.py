@@ -26,6 +26,7 @@ from ringopt.compare.hooked_graph import LEAST, cotangent, random_like
 from ringopt.compare.node_values import allowed_of, generator_states, largest_difference, restore_generators
 from ringopt.distributed.mesh import Mesh
 from ringopt.errors import VerificationError
+from ringopt.hardware.precision import rounds_float32
 from ringopt.ir.nodes import draws_by_stream
 from ringopt.ir.placement import Spread
 from ringopt.output.printable import logger, summary_logger
@@ -291,7 +292,7 @@ def ambient(inputs: Sequence[Any]) -> set[torch.dtype]:
     """Dtypes that settings around the call make it compute in: autocast, and matrix products in fewer digits."""
     devices = {x.device.type for x in inputs if isinstance(x, Tensor)} - {"meta"}
     found = {torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)}
-    return found | ({torch.bfloat16} if torch.get_float32_matmul_precision() != "highest" else set())
+    return found | ({torch.bfloat16} if any(map(rounds_float32, devices)) else set())
 
 
 def distances(found: Values, expected: Values) -> dict[str, float]:

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from ringopt.hardware.precision import rounds_float32
 from ringopt.kernels.score_program import function_of
 
 Tensors = Sequence[Tensor]
@@ -44,7 +45,7 @@ def run_matrices(
     """As above; None where a GPU has too little shared memory for the matrices of one step."""
     given, last = _given(carried, rows, consts, into, backwards)
     at_rows, at_consts = (tuple(x.stride() for x in some) for some in (rows, consts))
-    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    precision = "tf32" if rounds_float32("cuda") else "ieee"
     kernel = function_of(program, "steps")[grid]
     for stages in STAGES:
         try:
