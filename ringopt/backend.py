@@ -197,6 +197,7 @@ def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, m
         from ringopt.overlap.start_early import inductor_settings
 
         patches = {**(inductor.list_mode_options(mode) if mode else {}), **inductor_settings(gm, budget)}
+        patches |= without_cpp_wrapper(gm)
         if gm.graph.find_nodes(op="call_function", target=operators.seeds.default):
             patches |= inductor.hash_settings()
         # Compiled code is cached by the text of a graph, in which our operators are names: what they do is not in it,
@@ -205,3 +206,13 @@ def inner(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, m
         with torch.compiler.config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
             run = inductor.compile_fx(gm, example_inputs, patches)
     return run
+
+
+def without_cpp_wrapper(gm: fx.GraphModule) -> dict[str, Any]:
+    """Settings for a graph with operators of ringopt's, where the program has Inductor's `cpp_wrapper` on: its code
+    crashes the process at an operator that returns a list of one tensor (torch 2.13)."""
+    ours = any(getattr(node.target, "namespace", "") == "ringopt" for node in gm.graph.nodes)
+    if not ours or not inductor.setting("cpp_wrapper"):
+        return {}
+    log.warning("cpp_wrapper is off for a graph that is sharded: Inductor's C++ crashes at its operators")
+    return {"cpp_wrapper": False}

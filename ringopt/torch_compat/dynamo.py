@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 import torch
 import torch.nn.modules.module
+import torch.utils.hooks
 from torch import fx
 from torch._C._functorch import is_batchedtensor
 from torch._dynamo import config, convert_frame, eval_frame
@@ -31,7 +32,7 @@ from torch._dynamo.symbolic_convert import (
     TensorifyState,
 )
 from torch._dynamo.utils import counters
-from torch._dynamo.variables.functions import NestedUserFunctionVariable
+from torch._dynamo.variables.functions import NestedUserFunctionVariable, UserFunctionVariable
 from torch._higher_order_ops.associative_scan import associative_scan as ASSOCIATIVE_SCAN
 from torch._higher_order_ops.scan import scan as SCAN
 
@@ -213,9 +214,7 @@ def before_each_trace(call: Callable[[], None]) -> None:
         convert_frame.trace_frame = traced
 
 
-def goes_on_behind_breaks(
-    when: Callable[[Iterator[Any]], bool], failed: Callable[[CodeType, Exception], None]
-) -> None:
+def goes_on_behind_breaks(when: Callable[[Iterator[Any]], bool], failed: Callable[[CodeType, Exception], None]) -> None:
     """From here on, where `when(backends)`: behind a graph break in what a function calls, Dynamo traces the rest of
     both as one graph (torch's nested_graph_breaks), where the rest of the caller would be a graph of its own. A frame
     in which that fails within Dynamo is traced as before, once `failed` was called. Without effect before torch 2.13,
@@ -240,17 +239,23 @@ def goes_on_behind_breaks(
             raise TraceOtherwise from error
 
     convert_frame.trace_frame = traced
-    functions: Any = NestedUserFunctionVariable
+    for functions in (UserFunctionVariable, NestedUserFunctionVariable):
+        _go_on_but_where_lost(functions)
+
+
+def _go_on_but_where_lost(functions: Any) -> None:
+    """Of functions of a kind."""
     allows = functions.should_allow_nested_graph_breaks
     functions.should_allow_nested_graph_breaks = lambda function: (
-        not _is_comprehension(function.get_code()) and allows(function)
+        not _is_lost_behind_breaks(function.get_code()) and allows(function)
     )
 
 
-def _is_comprehension(code: CodeType) -> bool:
-    """Before Python 3.12, where one has a frame. In torch 2.13 what goes on behind a break in it has lost its argument,
-    whose name no program can have."""
-    return code.co_varnames[: code.co_argcount] == (".0",)
+def _is_lost_behind_breaks(code: CodeType) -> bool:
+    """Whether what goes on behind a break in it has lost something (in torch 2.13): a comprehension, which before
+    Python 3.12 has a frame, its argument, whose name no program can have; what sets up hooks of a module's backward,
+    the node of autograd that they are put on, which is another one where the rest is compiled."""
+    return code.co_varnames[: code.co_argcount] == (".0",) or code.co_filename == torch.utils.hooks.__file__
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

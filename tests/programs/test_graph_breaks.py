@@ -170,6 +170,31 @@ def test_a_caller_goes_on_in_the_graph_of_what_it_called(ranks):
         assert error < 1e-5 and shares == [1.0, 1.0]
 
 
+def with_hooks(model):
+    """What hooks of a backward were given, the first of which change it; Dynamo breaks where they are set up."""
+    seen = []
+    for layer in model.layers:
+        layer.register_full_backward_pre_hook(lambda module, given: (given[0] * 2,))
+        layer.register_full_backward_hook(lambda module, to, given: seen.extend(x.clone() for x in (*to, *given)))
+    return seen
+
+
+def hooks_on_rank():
+    torch._dynamo.reset()
+    models = Broken(), Broken()
+    seen = [with_hooks(model) for model in models]
+    compiled = torch.compile(models[0], backend="ring", options={"inner_backend": "aot_eager"})
+    found, expected = (
+        run(call, model, {"x": data()}) for call, model in zip((compiled, models[1]), models, strict=True)
+    )
+    return difference(found, expected), len(seen[1]), difference(*seen)
+
+
+def test_hooks_of_a_modules_backward_see_whole_gradients_and_may_change_them(ranks):
+    for error, count, of_hooks in ranks(2, hooks_on_rank):
+        assert error < 1e-5 and of_hooks < 1e-5 and count == 4
+
+
 class Cached(Broken):
     """Attention over all tokens so far: each layer adds the keys of the new ones to those that it gave before."""
 

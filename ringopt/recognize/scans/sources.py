@@ -109,9 +109,10 @@ def places_of(name: str, numbers: Sequence[Any]) -> PartPlaces | None:
         return PartPlaces(dim, first.first, first.step)
     if name == "narrow":
         return PartPlaces(dim, first.first, first.step, rest[0]) if isinstance(rest[0], int) else None
-    if not isinstance(rest[0], Counted) or rest[0].step != first.step or rest[1] != 1:
+    end, apart = (*rest, 1)[:2] if rest else (None, 1)  # of an open size, as the program has it
+    if not isinstance(end, Counted) or end.step != first.step or apart != 1:
         return None
-    return PartPlaces(dim, first.first, first.step, rest[0].first - first.first)
+    return PartPlaces(dim, first.first, first.step, end.first - first.first)
 
 
 def pieces_of(values: Sequence[fx.Node]) -> TensorParts | None:

@@ -1,0 +1,63 @@
+"""Settings of torch that a program may have on: none changes a number, and none ends a step that eager takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ringopt
+from ringopt.torch_compat import inductor
+from ringopt.torch_compat.dynamo import patched
+from tests.harness.models import difference, run
+from tests.programs.test_graph_breaks import Broken, data
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "deterministic": deterministic,
+    "anomalies": lambda: torch.autograd.detect_anomaly(check_nan=True),
+    "saved on the CPU": torch.autograd.graph.save_on_cpu,
+    "eager": lambda: torch.compiler.set_stance("force_eager"),
+    "static shapes": lambda: patched(automatic_dynamic_shapes=False),
+    "no errors": lambda: patched(suppress_errors=True),
+    "compiled autograd": lambda: patched(compiled_autograd=True),
+    "cpp wrapper": lambda: inductor.patched(cpp_wrapper=True),
+}
+
+
+class Whole(Broken):
+    """Without breaks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.attend(layer, x)
+        return x.square().mean()
+
+
+def on_rank(name: str) -> tuple[float, int]:
+    torch._dynamo.reset()
+    model: nn.Module = Whole()
+    inner, before = "inductor" if name == "cpp wrapper" else "aot_eager", len(ringopt.reports())
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": inner})
+    with SETTINGS[name]():
+        found = run(compiled, model, {"x": data()})
+    return difference(found, run(model, model, {"x": data()})), len(ringopt.reports()) - before
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_step_is_that_of_one_process(ranks: Any, name: str) -> None:
+    for error, graphs in ranks(2, on_rank, name):
+        assert error < 1e-5 and graphs == (name != "eager")
