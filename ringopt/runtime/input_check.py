@@ -19,9 +19,10 @@ from ringopt.distributed.roll_call.batch import Batch, begin_batch, described
 from ringopt.distributed.roll_call.entrance import COMPARES, enter_together
 from ringopt.distributed.roll_call.origins import origins_of, version
 from ringopt.distributed.standing import Call
+from ringopt.errors import RefusedError
 from ringopt.ir.canonical_order import Program
 from ringopt.tensor.lazy import Lazy
-from ringopt.torch_compat.autograd import at_end_of_backward, current_backward
+from ringopt.torch_compat.autograd import at_end_of_backward, current_backward, has_tangent
 from ringopt.torch_compat.fake_tensors import FakeTensor
 
 
@@ -77,6 +78,7 @@ class CheckedInputs:
             return self.checked(mesh, inputs)
 
     def checked(self, mesh: Mesh, inputs: Sequence[Any]) -> Any:
+        refuse_tangents(self.names, [inputs[place] for place in self.places.inputs])
         end_broken_backward(mesh)
         if self.when == "always" or (self.when != "never" and not self.asked):
             self.compare(mesh, inputs)
@@ -126,6 +128,16 @@ class CheckedInputs:
         for place, then in zip(self.batch, before, strict=True):
             if is_plain(inputs[place]) and version(inputs[place]) != then:
                 yield f"input {place}", inputs[place]
+
+
+def refuse_tangents(names: Sequence[str], inputs: Sequence[Any]) -> None:
+    """Raises RefusedError where an input has a forward-mode gradient: operators that exchange rows would lose it."""
+    for name, x in zip(names, inputs, strict=True):
+        if has_tangent(x):
+            raise RefusedError(
+                f"input {name} has a forward-mode gradient (torch.autograd.forward_ad), which does not pass through a "
+                "graph that is sharded: call the program without torch.compile there, or take gradients backward"
+            )
 
 
 def is_plain(value: Any) -> bool:

@@ -22,6 +22,7 @@ __all__ = [
     "at_end_of_backward",
     "autocast_is_on",
     "current_backward",
+    "has_tangent",
     "never_compiled",
     "no_autocast",
     "of_strand",
@@ -44,6 +45,13 @@ CachingTorchDispatchMode = _CachingTorchDispatchMode
 GET_DATA: Any = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 ENTER_INFERENCE_MODE: Any = torch.autograd.grad_mode._enter_inference_mode
 EXIT_INFERENCE_MODE: Any = torch.autograd.grad_mode._exit_inference_mode
+
+
+def has_tangent(x: Any) -> bool:
+    """Whether a forward-mode gradient goes in with it (torch.autograd.forward_ad.make_dual), on the level that is
+    entered."""
+    level = torch.autograd.forward_ad._current_level
+    return level >= 0 and isinstance(x, torch.Tensor) and torch.autograd.forward_ad.unpack_dual(x).tangent is not None
 
 
 def never_compiled(function: Callable[P, T]) -> Callable[P, T]:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import ringopt
+from ringopt.errors import RefusedError
 from ringopt.torch_compat import inductor
 from ringopt.torch_compat.dynamo import patched
 from tests.harness.models import difference, run
@@ -61,3 +63,20 @@ def on_rank(name: str) -> tuple[float, int]:
 def test_a_step_is_that_of_one_process(ranks: Any, name: str) -> None:
     for error, graphs in ranks(2, on_rank, name):
         assert error < 1e-5 and graphs == (name != "eager")
+
+
+def of_a_dual() -> str:
+    torch._dynamo.reset()
+    model = Whole()
+    compiled = torch.compile(model, backend="ring", options={"inner_backend": "aot_eager"})
+    with torch.no_grad(), forward_ad.dual_level():
+        try:
+            compiled(forward_ad.make_dual(data().detach(), torch.ones_like(data())))
+        except RefusedError as error:
+            return str(error)
+    return ""
+
+
+def test_a_forward_mode_gradient_is_refused_and_not_lost(ranks: Any) -> None:
+    for said in ranks(2, of_a_dual):
+        assert said.startswith("input x has a forward-mode gradient")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -20,6 +21,7 @@ from ringopt.torch_compat.autograd import (
     at_end_of_backward,
     autocast_is_on,
     current_backward,
+    has_tangent,
     never_compiled,
     no_autocast,
     of_strand,
@@ -58,6 +60,15 @@ class Asking(torch.autograd.Function):
 def backward(ask: Any) -> None:
     x: Tensor = Asking.apply(torch.ones(1, requires_grad=True), ask)  # type: ignore[no-untyped-call]
     x.sum().backward()
+
+
+def test_a_forward_mode_gradient_is_seen_on_its_level() -> None:
+    x = torch.ones(2)
+    assert not has_tangent(x)
+    with forward_ad.dual_level():
+        assert not has_tangent(x) and not has_tangent(2)
+        assert has_tangent(forward_ad.make_dual(x, x))
+    assert not has_tangent(x)
 
 
 def test_a_backward_has_a_number_while_it_runs() -> None:
