@@ -38,14 +38,15 @@ class Contract(Pass):
     lost = "products that are summed over are multiplied and added element by element"
 
     def run(self, gm: fx.GraphModule, context: Context) -> None:
-        sums = [node for node in gm.graph.nodes if op_name(node) == "sum"]
-        found = [product for node in sums if (product := contraction_of(node)) is not None]
-        for product in found:
-            contract(gm.graph, product)
+        found = 0
+        for node in [node for node in gm.graph.nodes if op_name(node) == "sum"]:
+            if (product := contraction_of(node)) is not None:
+                contract(gm.graph, product)
+                found += 1
         if found:
             eliminate_dead_code(gm.graph)
             context.improved = True
-            context.notes.append(f"{len(found)} products that are summed over are matrix products")
+            context.notes.append(f"{found} products that are summed over are matrix products")
 
 
 def contraction_of(node: fx.Node) -> Product | None:

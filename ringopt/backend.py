@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
+from contextlib import nullcontext
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ from ringopt.runtime.verify import Original, Verified
 from ringopt.runtime.verify_nodes import NodeCheck
 from ringopt.tensor.lazy import Lazy
 from ringopt.torch_compat import inductor
-from ringopt.torch_compat.autograd import unseen
+from ringopt.torch_compat.autograd import autocast_is_on, no_autocast, unseen
 from ringopt.torch_compat.fake_tensors import DataDependentOutputException
 from ringopt.torch_compat.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -160,8 +161,11 @@ def compiled(
     compiler = partial(inner, options=options, mode=mode, budget=made.budget)
     learns = made.graph is not None and learns_in_part(gm)
     try:
+        explicit = made.graph is not None and autocast_is_on()
         with left_open(gm), torch.set_grad_enabled(torch.is_grad_enabled() or learns):
-            run = in_order(made.graph or gm, made.order, made.examples(inputs), compiler)
+            with no_autocast() if explicit else nullcontext():
+                run = in_order(made.graph or gm, made.order, made.examples(inputs), compiler)
+            run = without_autocast(run) if explicit else run
             return made, torch.enable_grad()(run) if learns else run
     except DataDependentOutputException as asked:  # a number that Dynamo knows (`F.one_hot(x, n)` of a tensor n)
         if made.graph is not None:
@@ -175,6 +179,18 @@ def compiled(
         _reports.pop()
         why = f"the compiler behind ringopt asks for a number: {first_line(asked)}"
         return compiled(gm, inputs, options, mesh, mode, anew, why)
+
+
+def without_autocast(run: Run) -> Run:
+    """What the passes make of a program has its casts written out, so that autocast around it would cast what the
+    program excepts from it (`torch.autocast(..., enabled=False)`)."""
+
+    @wraps(run)
+    def alone(*inputs: Any) -> Any:
+        with no_autocast():
+            return run(*inputs)
+
+    return alone
 
 
 def learns_in_part(gm: fx.GraphModule) -> bool:

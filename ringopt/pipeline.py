@@ -10,6 +10,7 @@ import logging
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
@@ -30,6 +31,7 @@ from ringopt.output.printable import logger
 from ringopt.overlap.async_collectives import Budget
 from ringopt.recognize.row_pairs import Pairs
 from ringopt.report import Gather
+from ringopt.torch_compat.autograd import no_autocast
 from ringopt.torch_compat.tracing import trace_structured
 
 log = logger(__name__)
@@ -218,6 +220,14 @@ class Pipeline:
     def run(self, gm: fx.GraphModule, context: Context) -> None:
         if self.logged:
             trace("captured", gm)
+        with ExitStack() as without_casts:
+            self.run_each(gm, context, without_casts)
+        if context.order is not None:
+            _restore_caller_order(gm, context, context.order)
+        gm.recompile()
+
+    def run_each(self, gm: fx.GraphModule, context: Context, without_casts: ExitStack) -> None:
+        """Once casts are written out, autocast around the program is off: it would cast what is excepted from it."""
         for step in self.passes:
             context.step = step.name
             before = short(gm.graph) if self.logged and log.isEnabledFor(logging.DEBUG) else ""
@@ -235,9 +245,8 @@ class Pipeline:
             if self.callback is not None:
                 gm.recompile()
                 self.callback(step, gm)
-        if context.order is not None:
-            _restore_caller_order(gm, context, context.order)
-        gm.recompile()
+            if step.name == "normalize":
+                without_casts.enter_context(no_autocast())
 
 
 def _restore_caller_order(gm: fx.GraphModule, context: Context, order: Order) -> None:

@@ -138,14 +138,17 @@ class Casting(fx.Interpreter):
 
     def cast_inputs(self, node: fx.Node, inside: Casts) -> None:
         """`inside`: the casts that running `node` in its region made."""
-        inputs = {storage_key(value_of(arg)): arg for arg in node.all_input_nodes if is_tensor(arg)}
+        inputs: dict[int, list[fx.Node]] = {}  # by their memory, which k and v may share
+        for arg in filter(is_tensor, node.all_input_nodes):
+            inputs.setdefault(storage_key(value_of(arg)), []).append(arg)
         of_inputs = list(takewhile(lambda cast: cast[0] in inputs, inside))
         for count in range(len(of_inputs) + 1):
             first, rest = of_inputs[:count], self.casts_outside(node, of_inputs[:count])
             # The op's own casts follow. They are of other memory now, so that only their dtypes can be compared.
             if rest is not None and [dtype for _, dtype in rest] == [dtype for _, dtype in inside[count:]]:
                 for memory, dtype in first:
-                    node.replace_input_with(inputs[memory], self.cast(inputs[memory], dtype, node))
+                    for arg in inputs[memory]:
+                        node.replace_input_with(arg, self.cast(arg, dtype, node))
                 return
         raise Uncastable(node)
 

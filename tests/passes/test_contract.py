@@ -43,7 +43,12 @@ def over_two_dims(x, w):
     return torch.sum(x[:, None] * w, (2, 3))
 
 
+def one_after_the_other(q, k):
+    return (scores(q, k)[..., None] * k[:, None]).sum(2)
+
+
 PROGRAMS = {
+    one_after_the_other: ((2, 20, 16), (2, 24, 16)),
     scores: ((2, 20, 16), (2, 24, 16)),
     chunks: ((2, 3, 16, 16, 2), (2, 3, 16, 2, 16)),
     repeated: ((2, 20, 16), (2, 24, 16)),
@@ -111,6 +116,16 @@ def test_float32_stays_a_sum_where_matrix_products_are_less_exact():
     finally:
         torch.set_float32_matmul_precision(before)
     assert "einsum" in ops(after(PASSES, scores, *inputs)[0])
+
+
+def test_autocast_leaves_its_precision():
+    """Multiplication and sum are in float32 under autocast, and so is the matrix product."""
+    torch._dynamo.reset()
+    compiled, inputs = torch.compile(scores, backend="ring"), given(*SIZES, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = compiled(*inputs)
+    assert any("matrix products" in note for note in reports()[-1].notes)
+    torch.testing.assert_close(found, scores(*inputs), rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_expanded_twice_is_summed_as_often():

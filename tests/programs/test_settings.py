@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 
@@ -80,3 +81,32 @@ def of_a_dual() -> str:
 def test_a_forward_mode_gradient_is_refused_and_not_lost(ranks: Any) -> None:
     for said in ranks(2, of_a_dual):
         assert said.startswith("input x has a forward-mode gradient")
+
+
+def excepted(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A product that autocast around the program leaves alone, and an attention of which K and V share memory."""
+    with torch.autocast("cpu", enabled=False):
+        scores = q @ k.mT
+    mask = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
+    k, v = k[:, : q.shape[1]], k[:, : q.shape[1]]
+    return scores, F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def under_autocast(inner: str) -> tuple[float, float, list[torch.dtype], float]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    given = torch.randn(2, 20, 16, requires_grad=True), torch.randn(2, 24, 16, requires_grad=True)
+    compiled = torch.compile(excepted, backend="ring", options={"inner_backend": inner})
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = compiled(*given), excepted(*given)
+    gradients = [torch.autograd.grad(sum(y.float().square().sum() for y in ys), given) for ys in (found, expected)]
+    errors = float((found[0] - expected[0]).abs().max()), difference(*gradients)
+    return *errors, [y.dtype for y in found], ringopt.reports()[-1].sharded_fraction
+
+
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+def test_autocast_casts_nothing_that_a_program_excepts_from_it(ranks: Any, inner: str, p: int) -> None:
+    for error, of_gradients, dtypes, share in ranks(p, under_autocast, inner):
+        assert error < 1e-5 and of_gradients < 1e-2 and dtypes == [torch.float32, torch.bfloat16]
+        assert share > 0 or p == 1
