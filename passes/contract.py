@@ -5,7 +5,7 @@
 
 Written so, a compiler multiplies and adds element by element; as one contraction it is a call of the library of matrix
 products, forward and backward: 2 to 10 times as fast where many numbers are summed for each operand. (Mamba2 is written
-so in transformers, for its segment sums.) What is read and written once, as a vector times a matrix, stays as it is.
+so in transformers 4, for its segment sums.) What is read and written once, as a vector times a matrix, stays as it is.
 
 After: the product of all pairs is nowhere, and the same numbers are added in another order.
 """
@@ -20,7 +20,7 @@ import torch.fx as fx
 
 from ringopt.dims.contraction import Letters, Product, product_of
 from ringopt.hardware.precision import rounds_float32
-from ringopt.ir.nodes import eliminate_dead_code, emit, op_name, shape_of, value_of
+from ringopt.ir.nodes import emit, op_name, shape_of, value_of
 from ringopt.ir.symbolic_sizes import is_open
 from ringopt.pipeline import Context, Pass
 
@@ -44,7 +44,6 @@ class Contract(Pass):
                 contract(gm.graph, product)
                 found += 1
         if found:
-            eliminate_dead_code(gm.graph)
             context.improved = True
             context.notes.append(f"{found} products that are summed over are matrix products")
 

@@ -230,5 +230,5 @@ def without_cpp_wrapper(gm: fx.GraphModule) -> dict[str, Any]:
     ours = any(getattr(node.target, "namespace", "") == "ringopt" for node in gm.graph.nodes)
     if not ours or not inductor.setting("cpp_wrapper"):
         return {}
-    log.warning("cpp_wrapper is off for a graph that is sharded: Inductor's C++ crashes at its operators")
+    log.warning("cpp_wrapper is off for a graph with operators of ringopt's, at which Inductor's C++ crashes")
     return {"cpp_wrapper": False}
