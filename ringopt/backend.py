@@ -58,6 +58,7 @@ from ringopt.runtime.verify_nodes import NodeCheck
 from ringopt.tensor.lazy import Lazy
 from ringopt.torch_compat import inductor
 from ringopt.torch_compat.autograd import autocast_is_on, no_autocast, unseen
+from ringopt.torch_compat.dynamo_attributes import followed_by, with_attributes_as_inputs
 from ringopt.torch_compat.fake_tensors import DataDependentOutputException
 from ringopt.torch_compat.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -91,6 +92,8 @@ def ring(
     Raises OptionError, RefusedError (with on_refusal="error"), and at the first call RingMismatchError.
     """
     chosen = with_defaults(options)
+    gm, held = with_attributes_as_inputs(gm)
+    example_inputs = [*example_inputs, *held]
     mesh = mesh_for(chosen, example_inputs)
     copy_where_sizes_stay(gm)
     asserted = take_assertions(gm)
@@ -130,7 +133,7 @@ def ring(
 
     watched = Watched(make, example_inputs)
     run = gradients_where_taken(watched if watched.seen else watched.run, conditions)
-    return Asserted(run, asserted) if asserted else run
+    return followed_by(Asserted(run, asserted) if asserted else run, held)
 
 
 def compiled(

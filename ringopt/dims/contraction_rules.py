@@ -129,8 +129,8 @@ def addmv(node: fx.Node) -> Rule:
 # ---- look-ups ------------------------------------------------------------------------------------------------------
 def embedding(node: fx.Node) -> Rule | None:
     """Dims of the indices run along; the table is replicated."""
-    if argument(node, 3, "scale_grad_by_freq", False):
-        return None  # the gradient is divided by how often an index occurs in the whole batch
+    if argument(node, 3, "scale_grad_by_freq", False) or argument(node, 4, "sparse", False):
+        return None  # a gradient is divided by how often an index is in the whole batch; sparse ones are not summed
     return Rule(({}, same_dims(len(shape_of(node.args[1])))))
 
 

@@ -28,13 +28,15 @@ from ringopt.frontend.loops.rolled import rolls_loops, trace_loops_as_written
 from ringopt.options import Options
 from ringopt.runtime.crossing import remembering
 from ringopt.torch_compat.dynamo import BackendCompilerFailed
+from ringopt.torch_compat.dynamo_attributes import followed_by, with_attributes_as_inputs
+from ringopt.torch_compat.dynamo_memory import traced_apart
 
 teach_dynamo()
 
 
 class DryRun:
     """`graphs` has what became of each graph of the models that were called, in order. How `torch.compile` is to treat
-    sizes is `dynamic`."""
+    sizes is `dynamic`. Nothing of a dry run is remembered: one rank may have made it alone."""
 
     def __init__(self, options: Options, mesh: Mesh, dynamic: bool | None = None):
         self.options, self.mesh, self.dynamic = options, mesh, dynamic
@@ -42,13 +44,18 @@ class DryRun:
 
     def __call__(self, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raises what the passes raise, and what the model does."""
-        torch.compile(model, backend=self.backend, dynamic=self.dynamic)(*args, **kwargs)  # type: ignore[no-untyped-call]
+        with traced_apart(self.mesh.size):
+            torch.compile(model, backend=self.backend, dynamic=self.dynamic)(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     @traces_sizes(lambda: True)
     @keeps_associative_scans
     @rolls_loops
     def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., tuple[Any, ...]]:
-        outputs = [_example_of(node) for node in gm.graph.output_node().args[0]]
+        gm, held = with_attributes_as_inputs(gm)
+        outputs, example_inputs = (
+            [_example_of(node) for node in gm.graph.output_node().args[0]],
+            [*example_inputs, *held],
+        )
         take_assertions(gm)
         trace_with_sizes(gm, self.mesh.size)
         made = transform(gm, example_inputs, self.options, self.mesh)
@@ -59,7 +66,7 @@ class DryRun:
             leave_loops(made.graph)
         self.graphs.append(made)
         if not any(_has_fractions(value) for value in (*example_inputs, *outputs)):
-            return lambda *inputs: gm(*inputs)[: len(outputs)]
+            return followed_by(lambda *inputs: gm(*inputs)[: len(outputs)], held)
         return remembering(lambda *_inputs: tuple(hollow(value) for value in outputs), made.gathered)
 
 

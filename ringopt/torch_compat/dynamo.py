@@ -36,6 +36,8 @@ from torch._dynamo.variables.functions import NestedUserFunctionVariable, UserFu
 from torch._higher_order_ops.associative_scan import associative_scan as ASSOCIATIVE_SCAN
 from torch._higher_order_ops.scan import scan as SCAN
 
+from ringopt.torch_compat.dynamo_memory import Remembered
+
 __all__ = [
     "ASSOCIATIVE_SCAN",
     "AUTOGRAD_FUNCTION",
@@ -219,13 +221,13 @@ def goes_on_behind_breaks(when: Callable[[Iterator[Any]], bool], failed: Callabl
     both as one graph (torch's nested_graph_breaks), where the rest of the caller would be a graph of its own. A frame
     in which that fails within Dynamo is traced as before, once `failed` was called. Without effect before torch 2.13,
     where it is younger."""
-    trace, without = getattr(convert_frame, "trace_frame", None), WeakSet[CodeType]()
+    trace, without = getattr(convert_frame, "trace_frame", None), Remembered(WeakSet[CodeType])
     if trace is None or torch.__version__ < "2.13":
         return
 
     @wraps(trace)
     def traced(code: CodeType, *args: Any, **kwargs: Any) -> Any:
-        if code in without or not when(wrapped_in(next(filter(callable, args), None))):
+        if code in without() or not when(wrapped_in(next(filter(callable, args), None))):
             return trace(code, *args, **kwargs)
         try:
             with config.patch(nested_graph_breaks=True):
@@ -233,7 +235,7 @@ def goes_on_behind_breaks(when: Callable[[Iterator[Any]], bool], failed: Callabl
         except TorchDynamoException:
             raise
         except Exception as error:
-            without.add(code)
+            without().add(code)
             failed(code, error)
             forget(args)
             raise TraceOtherwise from error

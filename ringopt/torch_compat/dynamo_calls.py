@@ -20,6 +20,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ringopt.torch_compat.dynamo import TraceOtherwise, forget
+from ringopt.torch_compat.dynamo_memory import Remembered
 
 __all__ = ["in_the_place_of_apply", "in_the_place_of_calls", "not_traced", "with_known_sizes"]
 
@@ -55,7 +56,7 @@ def in_the_place_of_apply(function: type, form: Callable[..., Any]) -> None:
 
 
 FormOf = Callable[[CodeType, Mapping[str, Any]], Callable[..., Any] | None]
-BEGUN, NOT_TAUGHT = set[CodeType](), WeakSet[CodeType]()
+BEGUN, NOT_TAUGHT = set[CodeType](), Remembered(WeakSet[CodeType])
 
 
 def in_the_place_of_calls(first: Callable[..., Any], second: Callable[..., Any], form_of: FormOf, then: FormOf) -> None:
@@ -72,7 +73,7 @@ def in_the_place_of_calls(first: Callable[..., Any], second: Callable[..., Any],
     @wraps(call)
     def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         known = {first: form_of, second: then}.get(self.fn) if isinstance(self.fn, FunctionType) else None
-        form = known(tx.f_code, plain_locals(tx)) if known and tx.f_code not in NOT_TAUGHT else None
+        form = known(tx.f_code, plain_locals(tx)) if known and tx.f_code not in NOT_TAUGHT() else None
         if form is None:
             return call(self, tx, args, kwargs)
         BEGUN.add(tx.f_code)
@@ -86,7 +87,7 @@ def in_the_place_of_calls(first: Callable[..., Any], second: Callable[..., Any],
         BEGUN.clear()
         made = trace(*args, **kwargs)
         if BEGUN:
-            NOT_TAUGHT.update(BEGUN)
+            NOT_TAUGHT().update(BEGUN)
             forget(args)
             raise TraceOtherwise
         return made

@@ -17,6 +17,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from ringopt.torch_compat.dynamo import TraceOtherwise, forget, wrapped_in
+from ringopt.torch_compat.dynamo_memory import Remembered
 
 __all__ = ["trace_recurrent_layers"]
 
@@ -36,18 +37,18 @@ def trace_recurrent_layers(
     if trace is None:
         return
     kind: Any = TorchInGraphFunctionVariable
-    call, within, left = kind.call_function, set[CodeType](), WeakSet[CodeType]()
+    call, within, left = kind.call_function, set[CodeType](), Remembered(WeakSet[CodeType])
 
     @wraps(trace)
     def traced(code: CodeType, *args: Any, **kwargs: Any) -> Any:
-        if code in left or not when(wrapped_in(next(filter(callable, args), None))):
+        if code in left() or not when(wrapped_in(next(filter(callable, args), None))):
             return trace(code, *args, **kwargs)
         within.add(code)
         try:
             with config.patch(allow_rnn=True):
                 return trace(code, *args, **kwargs)
         except NoForm as found:
-            left.add(code)
+            left().add(code)
             forget(args)
             raise TraceOtherwise from found
         finally:

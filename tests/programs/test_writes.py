@@ -3,6 +3,8 @@ over several lengths in one process."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn as nn
@@ -280,3 +282,60 @@ def conjugated(q):
 def test_parts_of_complex_numbers_are_written(on_query, p):
     # Of a view that is conjugated, torch itself fixes the size.
     assert_sharded(Model(on_query), p, graphs=3 if on_query is conjugated else 2)
+
+
+OPTIMIZERS = {"momentum": partial(torch.optim.SGD, momentum=0.9), "adam": torch.optim.AdamW, "nadam": torch.optim.NAdam}
+
+
+def optimized(name, **compiled):
+    """A weight and the states of its optimizer after compiled steps, which Dynamo's graph holds."""
+    torch._dynamo.reset()
+    draw = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(3, 4, generator=draw, dtype=torch.float64))
+    optimizer = OPTIMIZERS[name]([weight], 0.1)
+    step = torch.compile(optimizer.step, **compiled)
+    for _ in range(3):
+        weight.grad = torch.randn(3, 4, generator=draw, dtype=torch.float64)
+        step()
+    return [weight.detach(), *optimizer.state[weight].values()]
+
+
+def optimized_on_rank(name):
+    return optimized(name, backend="ring", options={"inner_backend": "aot_eager"})
+
+
+@pytest.mark.parametrize("name, p", [("momentum", 1), ("adam", 2), pytest.param("nadam", 1, marks=pytest.mark.zoo)])
+def test_a_step_of_an_optimizer_is_taken_when_its_graph_runs(ranks, name, p):
+    """And not once more while it is compiled."""
+    for found in ranks(p, optimized_on_rank, name):
+        torch.testing.assert_close(found, optimized(name, backend="aot_eager"), rtol=0, atol=0)
+
+
+def counted(on_ring):
+    """A mask and a scale by tensors that Dynamo's graph holds, which are written within it and between calls."""
+    torch._dynamo.reset()
+    steps, scale = torch.zeros((), dtype=torch.long), torch.ones((), dtype=torch.float64)
+    for held in (steps, scale):
+        torch._dynamo.mark_static_address(held, guard=True)
+
+    def step(x):
+        places = torch.arange(x.shape[1])
+        seen = (places[:, None] - places).abs() <= 2 + steps
+        y = F.scaled_dot_product_attention(x * scale, x, x, attn_mask=seen)
+        steps.add_(1)
+        return y
+
+    run, found = torch.compile(step, backend="ring", options={"inner_backend": "aot_eager"}) if on_ring else step, []
+    for n in (16, 16, 13, 16):
+        found += [run(torch.arange(2.0 * n * 8, dtype=torch.float64).reshape(2, n, 8).sin()), steps.clone()]
+        scale.mul_(2)
+    return found
+
+
+def counted_on_rank():
+    return counted(on_ring=True)
+
+
+def test_tensors_that_a_graph_holds_change_from_call_to_call(ranks):
+    for found in ranks(2, counted_on_rank):
+        torch.testing.assert_close(found, counted(on_ring=False), rtol=1e-12, atol=1e-12)

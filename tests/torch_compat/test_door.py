@@ -195,9 +195,9 @@ def exported(path: Path) -> list[str]:
 
 
 HEAVY = {
-    "aot_autograd", "dynamo", "dynamo_branches", "dynamo_bytecode", "dynamo_calls", "dynamo_frames", "dynamo_lists",
-    "dynamo_logging", "dynamo_random", "dynamo_ranges", "dynamo_recurrent", "dynamo_views", "export", "inductor_passes",
-    "torch_ring",
+    "aot_autograd", "dynamo", "dynamo_attributes", "dynamo_branches", "dynamo_bytecode", "dynamo_calls",
+    "dynamo_frames", "dynamo_lists", "dynamo_logging", "dynamo_memory", "dynamo_random", "dynamo_ranges",
+    "dynamo_recurrent", "dynamo_views", "export", "inductor_passes", "torch_ring",
 }  # fmt: skip
 
 

@@ -50,6 +50,7 @@ from ringopt.torch_compat.dynamo_branches import (
     takes_branches,
 )
 from ringopt.torch_compat.dynamo_calls import with_known_sizes
+from ringopt.torch_compat.dynamo_memory import Remembered
 
 log = logger(__name__)
 
@@ -58,12 +59,12 @@ MARK = "sizes_are_traced"
 MOST_TURNS = 1024  # of loops over what data decide, in one graph: each takes some 0.1 s to trace and compile
 
 # By function, the lines (or errors) at which it breaks and has to, and the one that is tried.
-_with_breaks = WeakKeyDictionary[CodeType, set[str]]()
-_tried = WeakKeyDictionary[CodeType, str]()
-_for_numbers = WeakSet[CodeType]()  # those of them that are tried for a number
-_for_branches = WeakSet[CodeType]()  # and for a branch
-_why_left = WeakKeyDictionary[CodeType, str]()  # of frames, branches or loops in which are left
-_not_taken = WeakKeyDictionary[CodeType, set[int]]()  # branches and loops that are traced as ever, by code
+_with_breaks = Remembered(WeakKeyDictionary[CodeType, set[str]])
+_tried = Remembered(WeakKeyDictionary[CodeType, str])
+_for_numbers = Remembered(WeakSet[CodeType])  # those of them that are tried for a number
+_for_branches = Remembered(WeakSet[CodeType])  # and for a branch
+_why_left = Remembered(WeakKeyDictionary[CodeType, str])  # of frames, branches or loops in which are left
+_not_taken = Remembered(WeakKeyDictionary[CodeType, set[int]])  # branches and loops that are traced as ever, by code
 
 
 def traces_sizes(when: Callable[[], bool]) -> Callable[[F], F]:
@@ -88,7 +89,7 @@ def on_ranks() -> bool:
 
 def give_up(frame: CodeType) -> None:
     """From now on what was tried is a break."""
-    _with_breaks.setdefault(frame, set()).add(_tried.pop(frame, ""))
+    _with_breaks().setdefault(frame, set()).add(_tried().pop(frame, ""))
 
 
 def say_that_breaks_end(frame: CodeType, error: Exception) -> None:
@@ -111,17 +112,17 @@ def ended_by_size(backends: Iterator[Any], frame: CodeType, error: Exception) ->
 
 def tries(frame: CodeType, what: str, reason: str) -> bool:
     """Whether it was not tried in vain before; from now on it is what is tried."""
-    if what in _with_breaks.get(frame, ()):
+    if what in _with_breaks().get(frame, ()):
         return False
-    _tried[frame] = what
-    for kind, reasons in ((_for_numbers, (NUMBER_BREAK,)), (_for_branches, JUMP_BREAK)):
+    _tried()[frame] = what
+    for kind, reasons in ((_for_numbers(), (NUMBER_BREAK,)), (_for_branches(), JUMP_BREAK)):
         (kind.add if reason in reasons else kind.discard)(frame)
     return True
 
 
 def fails(frame: CodeType) -> bool:
     """Of a trace that no graph comes of; whether it is tried once more, without the branches that it took."""
-    if not leaves(places_taken()) or frame in _for_branches:
+    if not leaves(places_taken()) or frame in _for_branches():
         give_up(frame)
         return False
     return True
@@ -131,18 +132,18 @@ def leaves(places: Iterable[tuple[CodeType, int]]) -> bool:
     """From now on these branches and loops are traced as ever; whether there are any."""
     found = list(places)
     for code, place in found:
-        _not_taken.setdefault(code, set()).add(place)
+        _not_taken().setdefault(code, set()).add(place)
     return bool(found)
 
 
 def leaves_long_loops(frame: CodeType) -> None:
     """Of a frame whose loops are too many turns to be traced."""
-    _why_left[frame] = f"loops over what data decide have more than {MOST_TURNS} turns"
+    _why_left()[frame] = f"loops over what data decide have more than {MOST_TURNS} turns"
 
 
 def takes(code: CodeType, place: int) -> bool:
     """Whether a branch or a loop is traced as if it were taken."""
-    return _settings.are_on and place not in _not_taken.get(code, ())
+    return _settings.are_on and place not in _not_taken().get(code, ())
 
 
 _settings = Settings(ended_by_size, fails, capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
@@ -161,27 +162,27 @@ def trace_with_sizes(gm: fx.GraphModule, ranks: int) -> list[Predicated]:
     size. Returns the branches that it has, of which `gm` is changed."""
     again, broken, frame = _settings.off(), break_reason(gm), frame_being_compiled()
     branches, loops, raised = branches_and_loops()
-    gm.meta[WHY_LEFT] = _why_left.get(frame)
+    gm.meta[WHY_LEFT] = _why_left().get(frame)
     reason, where = str(getattr(broken, "reason", "")), str(getattr(broken, "user_stack", ())[-1:])
     kind = next((kind for kind in (*SIZES_BREAK, *JUMP_BREAK, NUMBER_BREAK) if reason.startswith(kind)), None)
     if ranks > 1 and not again and kind is not None and tries(frame, where, kind):
         _settings.on()
         raise TraceOtherwise
-    in_vain = getattr(broken, "graph_break", False) and where == _tried.get(frame)  # it ends there all the same
+    in_vain = getattr(broken, "graph_break", False) and where == _tried().get(frame)  # it ends there all the same
     now = write_out(gm) if again else None
     try:
         if any(node.target is raises for node in gm.graph.nodes):
             raise NotPredicable("raises an error by a number that is read for more than that", raised)
         found = predicated(gm, branches, loops, now) if now is not None and not in_vain else []
     except NotPredicable as problem:
-        _why_left[frame] = f"a branch {problem}"
-        log.info("%s (line %d) keeps a graph break: %s", frame.co_name, frame.co_firstlineno, _why_left[frame])
-        if frame not in _for_branches and leaves(problem.places):
+        _why_left()[frame] = f"a branch {problem}"
+        log.info("%s (line %d) keeps a graph break: %s", frame.co_name, frame.co_firstlineno, _why_left()[frame])
+        if frame not in _for_branches() and leaves(problem.places):
             _settings.on()
         else:
             give_up(frame)
         raise TraceOtherwise from problem
-    if again and (in_vain or (frame in _for_numbers and reads_numbers(gm))):
+    if again and (in_vain or (frame in _for_numbers() and reads_numbers(gm))):
         give_up(frame)
         raise TraceOtherwise
     return found
@@ -190,6 +191,6 @@ def trace_with_sizes(gm: fx.GraphModule, ranks: int) -> list[Predicated]:
 def trace_with_breaks(gm: fx.GraphModule) -> None:
     """To be called in a backend that leaves `gm` as it is: has Dynamo trace the frame as it would without us."""
     frame = frame_being_compiled()
-    if frame in _tried and has_picks(gm):
+    if frame in _tried() and has_picks(gm):
         give_up(frame)
         raise TraceOtherwise

@@ -26,6 +26,7 @@ from ringopt.torch_compat.dynamo import (
     backends_compiling,
     frame_being_compiled,
 )
+from ringopt.torch_compat.dynamo_memory import Remembered
 from ringopt.torch_compat.pytree import tree_flatten, tree_unflatten
 
 log = logger(__name__)
@@ -44,21 +45,21 @@ def keeps_associative_scans(backend: F) -> F:
 def kept_by_the_backend() -> bool:
     """Whether it is a marked one that Dynamo traces for. Dynamo runs this when it traces."""
     frame = frame_being_compiled()
-    kept = any(getattr(backend, MARK, False) for backend in backends_compiling()) and frame not in _as_written
+    kept = any(getattr(backend, MARK, False) for backend in backends_compiling()) and frame not in _as_written()
     if kept:
-        _kept.add(frame)
+        _kept().add(frame)
     return kept
 
 
-_kept, _as_written = WeakSet[CodeType](), WeakSet[CodeType]()
+_kept, _as_written = Remembered(WeakSet[CodeType]), Remembered(WeakSet[CodeType])
 
 
 def trace_as_written() -> None:
     """To be called in a backend that leaves its graph as it is: has Dynamo trace the frame again if there are such
     scans in it."""
     frame = frame_being_compiled()
-    if frame in _kept and frame not in _as_written:
-        _as_written.add(frame)
+    if frame in _kept() and frame not in _as_written():
+        _as_written().add(frame)
         raise TraceOtherwise
 
 

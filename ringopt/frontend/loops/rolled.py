@@ -18,10 +18,8 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 import torch.fx as fx
 
-from ringopt.frontend.data_sizes.traced_again import on_ranks
 from ringopt.frontend.loops.rows import NotATurn
 from ringopt.frontend.loops.source import Place, loop_at
 from ringopt.frontend.loops.turn import turn_of
@@ -29,6 +27,7 @@ from ringopt.ir.notes import LOOP
 from ringopt.output.printable import logger
 from ringopt.torch_compat.dynamo import SCAN, TraceOtherwise, backends_compiling
 from ringopt.torch_compat.dynamo_lists import joined_at_once
+from ringopt.torch_compat.dynamo_memory import Remembered, processes
 from ringopt.torch_compat.dynamo_ranges import LoopHead, Turn, in_the_place_of_loops, is_of_first_turn
 
 log = logger(__name__)
@@ -36,9 +35,8 @@ log = logger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 MARK = "loops_are_scans"
 
-# By code, with the number of ranks: one process that was alone before knows other loops than the ranks that join it.
-_unrolled = WeakKeyDictionary[CodeType, set[tuple[Place, int]]]()
-_first_apart = WeakKeyDictionary[CodeType, set[tuple[Place, int]]]()
+_unrolled = Remembered(WeakKeyDictionary[CodeType, set[Place]])
+_first_apart = Remembered(WeakKeyDictionary[CodeType, set[Place]])
 _code_of = WeakValueDictionary[tuple[str, Place], CodeType]()  # of loops that were traced as one node
 
 
@@ -104,8 +102,7 @@ def laid_out(x: torch.Tensor) -> torch.Tensor:
 def known_turn(head: LoopHead) -> Turn | None:
     """The turn of a loop that is to be traced as one node, for the backend that Dynamo traces for."""
     marked = any(getattr(backend, MARK, False) for backend in backends_compiling())
-    known = head.place, ranks()
-    if not marked or known in _unrolled.get(head.code, ()):
+    if not marked or head.place in _unrolled().get(head.code, ()):
         return None
     loop = loop_at(head.code, head.place)
     if loop is None:
@@ -116,12 +113,7 @@ def known_turn(head: LoopHead) -> Turn | None:
         left(head, problem)
         return None
     # A graph for any number of chunks has two or more for each rank; of fewer, each number has one.
-    return replace(turn, first_apart=known in _first_apart.get(head.code, ()), fewest=2 * ranks())
-
-
-def ranks() -> int:
-    """Processes that there are."""
-    return dist.get_world_size() if on_ranks() else 1
+    return replace(turn, first_apart=head.place in _first_apart().get(head.code, ()), fewest=2 * processes())
 
 
 def noted(head: LoopHead, node: fx.Node) -> None:
@@ -133,12 +125,12 @@ def noted(head: LoopHead, node: fx.Node) -> None:
 
 def left(head: LoopHead, why: Exception | str) -> None:
     """From now on a loop is traced turn by turn, or its first turn by itself."""
-    first_apart, known = _first_apart.setdefault(head.code, set()), (head.place, ranks())
-    if isinstance(why, Exception) and is_of_first_turn(why) and known not in first_apart:
-        first_apart.add(known)
+    first_apart = _first_apart().setdefault(head.code, set())
+    if isinstance(why, Exception) and is_of_first_turn(why) and head.place not in first_apart:
+        first_apart.add(head.place)
         return
     log.info("the loop in line %d of %s is traced turn by turn: %s", head.place[0], head.code.co_filename, why)
-    _unrolled.setdefault(head.code, set()).add(known)
+    _unrolled().setdefault(head.code, set()).add(head.place)
 
 
 def is_loop(node: fx.Node) -> bool:
