@@ -22,7 +22,7 @@ from ringopt.torch_compat.dynamo import TraceOtherwise
 from ringopt.torch_compat.dynamo_bytecode import following, live_at
 from ringopt.torch_compat.dynamo_lists import is_open_list, put_behind
 
-__all__ = ["LoopHead", "RowsInTurns", "Turn", "in_the_place_of_loops", "is_of_first_turn"]
+__all__ = ["AtOnce", "LoopHead", "RowsInTurns", "Turn", "in_the_place_of_loops", "is_of_first_turn"]
 
 FEWEST_TURNS = 8  # fewer are traced one by one, but where their number is open
 
@@ -42,7 +42,8 @@ class Turn:
     `carried` and `rest`, of the rows that are `read`, and of those that are `written` or appended to `lists`.
     `lie(first, last, step, *rest)`, of the numbers of turns, gives where rows begin and how many there are in a turn,
     of those that are read and then of those that are written; None where turns are not alike. With `first_apart` the
-    first turn is traced before the others. Where their number is open, it holds of `fewest` or more."""
+    first turn is traced before the others. Where their number is open, it holds of `fewest` or more. Of a loop over
+    rows `number(*counted)` says how many there are, -1 where its tensors differ."""
 
     function: FunctionType
     lie: FunctionType
@@ -53,12 +54,15 @@ class Turn:
     rest: tuple[str, ...]
     first_apart: bool = False
     fewest: int = 2
+    number: FunctionType | None = None
+    counted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class LoopHead:
-    """A `for` of the function `code` that goes over a range which stands at `place` (line, column). `live`: the local
-    names that are read from there on before they are set; `names`: the globals of the function."""
+    """A `for` of the function `code` that goes over a range which stands at `place` (line, column), or over the rows of
+    a tensor that is taken apart there. `live`: the local names that are read from there on before they are set;
+    `names`: the globals of the function."""
 
     code: CodeType
     place: tuple[int, int]
@@ -79,19 +83,44 @@ class OtherAtFirst(NotOneNode):
     """What is carried into a loop is no tensor."""
 
 
-def in_the_place_of_loops(
-    turn_of: Callable[[LoopHead], Turn | None],
-    rows_of: Callable[..., Any],
-    scanned: Callable[..., Any],
-    put: Callable[..., Any],
-    noted: Callable[[LoopHead, fx.Node], None],
-    left: Callable[[LoopHead, Exception], None],
-) -> None:
-    """From here on Dynamo traces `scanned(function, apart, carried, rows, rest)`, which calls torch's scan and gives
-    what is carried and the rows, in the place of a loop of which `turn_of` gives a turn; before it `rows_of(tensor,
-    dim, wide, turns, start, size)`, the rows that are read and written, by turns in dim 0, and behind it `put(into,
-    rows)`. `noted` is told of the node. Where Dynamo does not get through, `left` is called, and the frame is traced
-    again."""
+@dataclass(frozen=True)
+class AtOnce:
+    """What Dynamo traces in the place of a loop of which `turn_of` gives a turn: `scanned(function, apart, carried,
+    rows, rest)`, which calls torch's scan and gives what is carried and the rows; before it `rows_of(tensor, dim, wide,
+    turns, start, size)`, the rows that are read and written, by turns in dim 0, and behind it `put(into, rows)`.
+    `noted` is told of the node. Where Dynamo does not get through, `left` is called, and the frame is traced again."""
+
+    turn_of: Callable[[LoopHead], Turn | None]
+    rows_of: Callable[..., Any]
+    scanned: Callable[..., Any]
+    put: Callable[..., Any]
+    noted: Callable[[LoopHead, fx.Node], None]
+    left: Callable[[LoopHead, Exception], None]
+
+    def traces(self, tx: Any, head: LoopHead, turn: Turn, range_of: Callable[[], Sequence[Any] | None]) -> bool:
+        """Whether it is traced so, with a range of first, stop and step; where not, it is to be traced as ever."""
+        try:
+            given = range_of()
+            if given is None:
+                return False
+            count = Count(*traced_in(tx, counted, *given).unpack_var_sequence(tx))
+            if not are_enough(count.turns, turn.fewest):
+                return False
+            why = NotOneNode("a list of its rows is read for more than torch.stack or torch.cat")
+            leave = partial(self.left, head, why)
+            node = traced_at_once(tx, turn, count, (self.rows_of, self.scanned, self.put), leave)
+        except RestartAnalysis:
+            raise
+        except Exception as error:
+            self.left(head, error)
+            raise TraceOtherwise from error
+        if node is not None:
+            self.noted(head, node)
+        return node is not None
+
+
+def in_the_place_of_loops(at_once: AtOnce) -> None:
+    """From here on Dynamo traces loops over a range so."""
     kind: Any = BuiltinVariable
     call = kind.call_range
 
@@ -99,24 +128,10 @@ def in_the_place_of_loops(
     def ranged(self: Any, tx: Any, *args: Any) -> Any:
         given = range_of(tx, args)
         head = head_at(tx) if given else None
-        turn = turn_of(head) if head is not None else None
-        if not given or head is None or turn is None:
-            return call(self, tx, *args)
-        try:
-            count = Count(*traced_in(tx, counted, *given).unpack_var_sequence(tx))
-            if not are_enough(count.turns, turn.fewest):
-                return call(self, tx, *args)
-            leave = partial(left, head, NotOneNode("a list of its rows is read for more than torch.stack or torch.cat"))
-            node = traced_at_once(tx, turn, count, (rows_of, scanned, put), leave)
-        except RestartAnalysis:
-            raise
-        except Exception as error:
-            left(head, error)
-            raise TraceOtherwise from error
-        if node is None:
-            return call(self, tx, *args)
-        noted(head, node)
-        return call(self, tx, VariableTracker.build(tx, 0))  # no turn is left of it
+        turn = at_once.turn_of(head) if head is not None else None
+        if head is not None and turn is not None and at_once.traces(tx, head, turn, lambda: given):
+            return call(self, tx, VariableTracker.build(tx, 0))  # no turn is left of it
+        return call(self, tx, *args)
 
     kind.call_range = ranged
     kind.call_function_handler_cache.clear()  # which holds the methods of before

@@ -197,7 +197,7 @@ def exported(path: Path) -> list[str]:
 HEAVY = {
     "aot_autograd", "dynamo", "dynamo_attributes", "dynamo_branches", "dynamo_bytecode", "dynamo_calls",
     "dynamo_frames", "dynamo_lists", "dynamo_logging", "dynamo_memory", "dynamo_random", "dynamo_ranges",
-    "dynamo_recurrent", "dynamo_views", "export", "inductor_passes", "torch_ring",
+    "dynamo_recurrent", "dynamo_rows", "dynamo_views", "export", "inductor_passes", "torch_ring",
 }  # fmt: skip
 
 

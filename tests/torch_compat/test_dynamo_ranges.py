@@ -15,7 +15,7 @@ from torch._dynamo.variables.builtin import BuiltinVariable
 
 from ringopt.torch_compat import dynamo_ranges
 from ringopt.torch_compat.dynamo import SCAN
-from ringopt.torch_compat.dynamo_ranges import LoopHead, RowsInTurns, Turn, is_of_first_turn
+from ringopt.torch_compat.dynamo_ranges import AtOnce, LoopHead, RowsInTurns, Turn, is_of_first_turn
 
 
 def program(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -62,9 +62,8 @@ def taught(turn: Turn) -> Iterator[list[str]]:
 
     with patch.object(BuiltinVariable, "call_range", BuiltinVariable.call_range):
         noted = lambda head, node: said.append(node.name)  # noqa: E731
-        dynamo_ranges.in_the_place_of_loops(
-            turn_of, rows_of, scanned, put, noted, lambda head, why: said.append("left")
-        )
+        left = lambda head, why: said.append("left")  # noqa: E731
+        dynamo_ranges.in_the_place_of_loops(AtOnce(turn_of, rows_of, scanned, put, noted, left))
         torch._dynamo.reset()
         yield said
 
@@ -134,7 +133,8 @@ def test_a_graph_break_within_is_none_of_the_program() -> None:
         torch._dynamo.config.patch(nested_graph_breaks=True),
     ):
         noted = lambda head, node: said.append(node.name)  # noqa: E731
-        dynamo_ranges.in_the_place_of_loops(turn_of, rows_of, breaks, put, noted, lambda head, why: said.append("left"))
+        left = lambda head, why: said.append("left")  # noqa: E731
+        dynamo_ranges.in_the_place_of_loops(AtOnce(turn_of, rows_of, breaks, put, noted, left))
         torch._dynamo.reset()
         assert nodes((torch.ones(10, 2), 9))[1]
     assert said == ["left"]

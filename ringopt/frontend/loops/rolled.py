@@ -3,6 +3,8 @@
     for i in range(n // 64):                               (state,), (ys,) = scan(turn, (state,), (k, v, dim 1 first))
         state, out[:, i] = f(state, k[:, i], v[:, i])  ->  out[:, :] = ys.movedim(0, 1)
 
+    for x_t in x.unbind(1):                            ->  for i in range(x.shape[1]):  (over_rows.py)
+
 Dynamo unrolls a loop: the graph grows with the number of turns, each number of them has a graph of its own, and many
 thousand tokens are traced in no time that anybody waits. What a turn does is read off the source of the loop (turn.py).
 Where find_scan makes no scan of it that ranks share, Dynamo traces the loop as it was written, and so it does for all
@@ -28,7 +30,8 @@ from ringopt.output.printable import logger
 from ringopt.torch_compat.dynamo import SCAN, TraceOtherwise, backends_compiling
 from ringopt.torch_compat.dynamo_lists import joined_at_once
 from ringopt.torch_compat.dynamo_memory import Remembered, processes
-from ringopt.torch_compat.dynamo_ranges import LoopHead, Turn, in_the_place_of_loops, is_of_first_turn
+from ringopt.torch_compat.dynamo_ranges import AtOnce, LoopHead, Turn, in_the_place_of_loops, is_of_first_turn
+from ringopt.torch_compat.dynamo_rows import in_the_place_of_loops_over_rows
 
 log = logger(__name__)
 
@@ -48,7 +51,9 @@ def rolls_loops(backend: F) -> F:
 
 def teach_loops() -> None:
     """Has Dynamo do so, for all marked backends."""
-    in_the_place_of_loops(known_turn, rows_of, scanned, put, noted, left)
+    at_once = AtOnce(known_turn, rows_of, scanned, put, noted, left)
+    in_the_place_of_loops(at_once)
+    in_the_place_of_loops_over_rows(at_once)
     joined_at_once(joined)
 
 

@@ -8,14 +8,16 @@ from collections.abc import Iterator
 from types import CodeType
 from weakref import WeakKeyDictionary
 
-Place = tuple[int, int]  # line and column of what a loop goes over
+from ringopt.frontend.loops.over_rows import calls_in
+
+Place = tuple[int, int]  # line and column of what a loop goes over, or of the first tensor whose rows it goes over
 
 _loops = WeakKeyDictionary[CodeType, dict[Place, ast.For]]()
 
 
 def loop_at(code: CodeType, place: Place) -> ast.For | None:
-    """The `for` of a function that goes over what stands at `place`. None where the source is not at hand, or says
-    something else than runs: it was edited since, or an import hook has rewritten it."""
+    """The `for` of a function that goes over what stands at `place`, or over the rows of a tensor there. None where the
+    source is not at hand, or says something else than runs: it was edited since, or an import hook has rewritten it."""
     if code not in _loops:
         _loops[code] = loops_of(code)
     return _loops[code].get(place)
@@ -31,7 +33,9 @@ def loops_of(code: CodeType) -> dict[Place, ast.For]:
         return {}
     if not any(found == code for found in codes_in(compiled)):
         return {}
-    return {(node.iter.lineno, node.iter.col_offset): node for node in ast.walk(tree) if isinstance(node, ast.For)}
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
+    by_place = {(node.iter.lineno, node.iter.col_offset): node for node in loops}
+    return by_place | {(call.lineno, call.col_offset): loop for call, loop in calls_in(loops)}
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:

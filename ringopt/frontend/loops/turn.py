@@ -18,6 +18,7 @@ from copy import deepcopy
 from types import CodeType, FunctionType
 from typing import Any
 
+from ringopt.frontend.loops.over_rows import OverRows
 from ringopt.frontend.loops.rows import FIRST, LAST, STEP, NotATurn, RowsByName
 from ringopt.torch_compat.dynamo_ranges import RowsInTurns, Turn
 
@@ -63,6 +64,8 @@ def turn_of(loop: ast.For, code: CodeType, live: set[str], names: dict[str, Any]
         names,
     )
     lie = made([], [FIRST, LAST, STEP, *rest], sizes, loop, code, names)
+    over = number_over_rows(loop)
+    counted = sorted(names_in([ast.Expr(over)], ast.Load)) if over is not None else []
     return Turn(
         function,
         lie,
@@ -71,7 +74,14 @@ def turn_of(loop: ast.For, code: CodeType, live: set[str], names: dict[str, Any]
         tuple(rows.written.values()),
         tuple(rows.lists.values()),
         tuple(rest),
+        number=made([], counted, over, loop, code, names) if over is not None else None,
+        counted=tuple(counted),
     )
+
+
+def number_over_rows(loop: ast.For) -> ast.expr | None:
+    """How many turns a loop over rows has, -1 where its tensors have another number of them each."""
+    return loop.iter.args[0] if isinstance(loop, OverRows) and isinstance(loop.iter, ast.Call) else None
 
 
 def as_list(visited: ast.stmt | list[ast.stmt] | None) -> list[ast.stmt]:

@@ -83,6 +83,61 @@ def begins_later(x: Tensor, w: Tensor) -> Tensor:
     return torch.stack(rows, 1) @ w
 
 
+def by_rows(x: Tensor, w: Tensor) -> Tensor:
+    """A gated sum over the rows of two tensors."""
+    a = torch.sigmoid(x @ w)
+    h, rows = torch.zeros_like(x[:, 0]), []
+    for x_t, a_t in zip(x.unbind(1), torch.unbind(a, dim=-2)):  # noqa: B905
+        h = h * a_t + x_t
+        rows.append(h)
+    return torch.stack(rows, 1) @ w
+
+
+def by_numbered_rows(x: Tensor, w: Tensor) -> Tensor:
+    """The number of a row is one of the program."""
+    h, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
+    for t, (x_t, y_t) in enumerate(zip(x.unbind(1), x.unbind(-2))):  # noqa: B905
+        h = h * 0.5 + x_t * y_t
+        out[:, t] = h
+    return out @ w
+
+
+def by_slices(x: Tensor, w: Tensor, size: int = 4) -> Tensor:
+    """Chunks of tensors that are split."""
+    q, rows = x @ w, []
+    state = x.new_zeros(x.shape[0], x.shape[2], x.shape[2])
+    for q_i, k_i in zip(q.split(size, 1), x.split(size, dim=1)):  # noqa: B905
+        rows.append(q_i @ state + (q_i @ k_i.transpose(-1, -2)).tril() @ k_i)
+        state = state * 0.9 + k_i.transpose(-1, -2) @ k_i
+    return torch.cat(rows, dim=1) @ w
+
+
+def over_other_numbers(x: Tensor, w: Tensor) -> Tensor:
+    """One tensor has a row less."""
+    h, rows, later = torch.zeros_like(x[:, 0]), [], x[:, 1:]
+    for x_t, y_t in zip(x.unbind(1), later.unbind(1)):  # noqa: B905
+        h = h * 0.5 + x_t * y_t
+        rows.append(h)
+    return torch.stack(rows, 1) @ w
+
+
+def row_behind(x: Tensor, w: Tensor) -> Tensor:
+    """The last row is read behind the loop."""
+    h = torch.zeros_like(x[:, 0])
+    for x_t in x.unbind(1):
+        h = h * 0.5 + x_t
+    return (x + h[:, None] + x_t[:, None]) @ w
+
+
+def another_since(x: Tensor, w: Tensor) -> Tensor:
+    """The name of the tensor stands for another one in the second turn; its rows are those of the first."""
+    h, y = torch.zeros_like(x[:, 0]), x * 2
+    for y_t in y.unbind(1):
+        h = h * 0.5 + y_t
+        y = y + h[:, None]
+    return (y + h[:, None]) @ w
+
+
 def last_row(x: Tensor, w: Tensor) -> Tensor:
     """A row is read by itself."""
     h, rows = torch.zeros_like(x[:, 0]), []

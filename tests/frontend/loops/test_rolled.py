@@ -16,8 +16,8 @@ from ringopt.frontend.loops.rolled import joined, rolls_loops
 from tests.frontend.loops import programs
 from tests.harness.models import difference
 
-ONE_NODE = ["chunks", "last_state", "grows_at_first", "in_a_checkpoint", "partly_seen", "appended", "steps"]
-MORE = ["tokens", "twice", "some_rows", "Layer", "begins_later"]
+ONE_NODE = ["chunks", "last_state", "grows_at_first", "in_a_checkpoint", "partly_seen", "appended", "steps", "by_rows"]
+MORE = ["tokens", "twice", "some_rows", "Layer", "begins_later", "by_numbered_rows"]
 TURN_BY_TURN = {
     "sums": "it only adds up",
     "through_an_alias": "it writes to memory that it may read",
@@ -29,6 +29,8 @@ TURN_BY_TURN = {
     "through_another_name": "it appends to a list that it may read",
     "in_a_deque": "it appends to what is no list, or one that others may hold",
     "written_since": "a list of its rows is read for more than torch.stack or torch.cat",
+    "row_behind": "x_t",
+    "another_since": "a tensor of which it reads or writes rows is another in each turn",
 }
 
 
@@ -109,6 +111,12 @@ def test_a_process_that_was_alone_before_traces_loops_as_its_new_neighbours_do(r
         assert [report.sites[-1].strategy for report in reports] == ["in turn", "in turn"]
 
 
+def test_slices_of_a_split_tensor_are_one_node(ranks: Any) -> None:
+    for error, reports, said in ranks(2, compared, "by_slices", [64, 48, 72], EAGER):
+        assert error < 1e-10 and said == "" and len(reports) == 2
+        assert "a recurrence of any number of steps is one scan" in str(reports[1].notes)
+
+
 def test_slices_are_one_node_where_all_turns_have_as_many_rows(ranks: Any) -> None:
     for error, reports, said in ranks(2, compared, "slices", [64, 48, 50, 72], EAGER):
         assert error < 1e-10 and said == ""
@@ -165,6 +173,11 @@ def test_of_fewer_turns_than_two_a_rank_each_number_has_a_graph(ranks: Any) -> N
     for error, reports, _ in ranks(2, compared, "chunks", [12, 10, 9, 11], EAGER):
         assert error < 1e-10 and len(reports) == 2
         assert "a recurrence of 3 steps is one scan" in str(reports[1].notes)
+
+
+def test_of_tensors_with_other_numbers_of_rows_python_leaves_the_rest(ranks: Any) -> None:
+    for error, reports, _ in ranks(2, compared, "over_other_numbers", [12, 9], EAGER):
+        assert error < 1e-10 and "a recurrence of 8 steps" in str(reports[-1].notes)
 
 
 def test_in_a_graph_that_is_left_as_it_is_loops_are_as_they_were() -> None:
