@@ -42,6 +42,8 @@ def turn_of(loop: ast.For, code: CodeType, live: set[str], names: dict[str, Any]
             raise NotATurn(f"{type(node).__name__.lower()} stands in it")
     if loop.orelse or not isinstance(loop.target, ast.Name):
         raise NotATurn("it has an else, or counts in several names")
+    if loop.target.id in live:
+        raise NotATurn("the number of its last turn is read behind it")
     if AS_EVERYWHERE & {*names, *code.co_varnames, *code.co_freevars}:
         raise NotATurn("a name of Python's own is another there")
     rows = RowsByName(loop.target.id)

@@ -129,6 +129,14 @@ def row_behind(x: Tensor, w: Tensor) -> Tensor:
     return (x + h[:, None] + x_t[:, None]) @ w
 
 
+def number_behind(x: Tensor, w: Tensor) -> Tensor:
+    """So is the number of it, and the name had another before."""
+    h, t = torch.zeros_like(x[:, 0]), 100
+    for t, x_t in enumerate(x.unbind(1)):  # noqa: B007
+        h = h * 0.5 + x_t
+    return (x + h[:, None]) @ w * t
+
+
 def another_since(x: Tensor, w: Tensor) -> Tensor:
     """The name of the tensor stands for another one in the second turn; its rows are those of the first."""
     h, y = torch.zeros_like(x[:, 0]), x * 2

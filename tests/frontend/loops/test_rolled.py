@@ -30,6 +30,7 @@ TURN_BY_TURN = {
     "in_a_deque": "it appends to what is no list, or one that others may hold",
     "written_since": "a list of its rows is read for more than torch.stack or torch.cat",
     "row_behind": "x_t",
+    "number_behind": "the number of its last turn is read behind it",
     "another_since": "a tensor of which it reads or writes rows is another in each turn",
 }
 
@@ -83,7 +84,7 @@ def test_one_graph_serves_any_number_of_turns(name: str, p: int, ranks: Any) -> 
         assert all(report.sharded_fraction > 0.95 for report in reports)
 
 
-OFTEN = ("through_an_alias", "through_a_list", "through_another_name", "written_since")
+OFTEN = ("through_an_alias", "through_a_list", "through_another_name", "written_since", "number_behind")
 
 
 @pytest.mark.parametrize(
