@@ -52,10 +52,8 @@ class DryRun:
     @rolls_loops
     def backend(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., tuple[Any, ...]]:
         gm, held = with_attributes_as_inputs(gm)
-        outputs, example_inputs = (
-            [_example_of(node) for node in gm.graph.output_node().args[0]],
-            [*example_inputs, *held],
-        )
+        example_inputs = [*example_inputs, *held]
+        outputs = [_example_of(node) for node in gm.graph.output_node().args[0]]
         take_assertions(gm)
         trace_with_sizes(gm, self.mesh.size)
         made = transform(gm, example_inputs, self.options, self.mesh)

@@ -49,9 +49,9 @@ def processes() -> int:
 
 @contextmanager
 def traced_apart(number: int) -> Iterator[None]:
-    """For `number` processes that there are not. What is remembered within is forgotten behind it, by Dynamo too: which
-    sizes have changed since it saw them first, how often it compiled a function, and all of one that it had not seen
-    before."""
+    """A dry run, as if there were `number` processes. What is remembered within is forgotten behind it, by Dynamo too:
+    which sizes have changed since it saw them first, how often it compiled a function, and all of one that it had not
+    seen before."""
     sizes, first_sizes, seen = pgo._CODE_STATE, pgo._INIT_CODE_STATE, convert_frame.input_codes
     compilations, known = convert_frame.FRAME_COMPILE_COUNTER.copy(), len(seen.seen)
     pgo._CODE_STATE = deepcopy(sizes)

@@ -14,9 +14,9 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from ringopt.torch_compat.dynamo_bytecode import following, live_at
 from ringopt.torch_compat.dynamo_ranges import FEWEST_TURNS, AtOnce, LoopHead, Turn, traced_in
 
-__all__ = ["in_the_place_of_loops_over_rows"]
+__all__ = ["TAKE_APART", "in_the_place_of_loops_over_rows"]
 
-METHODS = ("unbind", "split")
+TAKE_APART = ("unbind", "split")  # methods of a tensor that give its rows
 # Instructions that are no part of what a loop goes over.
 NOT_WITHIN = ("STORE", "POP", "JUMP", "RETURN", "RAISE", "FOR_ITER", "SEND", "YIELD")
 TAKEN = "_ringopt_taken"  # of a translator: the head of the loop over rows that it has traced last
@@ -30,7 +30,7 @@ def in_the_place_of_loops_over_rows(at_once: AtOnce) -> None:
 
     @wraps(method)
     def called(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        taken = name in METHODS and is_taken(tx, at_once)
+        taken = name in TAKE_APART and is_taken(tx, at_once)
         return TupleVariable([]) if taken else method(self, tx, name, args, kwargs)
 
     @wraps(function)

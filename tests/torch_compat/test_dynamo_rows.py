@@ -15,7 +15,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from ringopt.torch_compat.dynamo import SCAN
 from ringopt.torch_compat.dynamo_ranges import AtOnce, LoopHead, RowsInTurns, Turn
-from ringopt.torch_compat.dynamo_rows import in_the_place_of_loops_over_rows
+from ringopt.torch_compat.dynamo_rows import TAKE_APART, in_the_place_of_loops_over_rows
 from tests.torch_compat.test_dynamo_ranges import lie, rows_of
 
 SOURCE = Path(__file__).read_text(encoding="utf-8").splitlines()
@@ -79,6 +79,7 @@ def traced(turn: Turn | None, *given: Tensor) -> tuple[list[str], list[str], boo
 
 
 def test_all_turns_are_one_node() -> None:
+    assert all(hasattr(Tensor, name) for name in TAKE_APART)
     told, nodes, right = traced(TURN, torch.randn(9, 2), torch.randn(9, 2))
     assert told == ["noted"] and right and sum("unbind" in name for name in nodes) == 1  # the one beside the loop
 

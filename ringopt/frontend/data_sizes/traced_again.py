@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-import torch.distributed as dist
 import torch.fx as fx
 
 from ringopt.errors import first_line
@@ -50,7 +49,7 @@ from ringopt.torch_compat.dynamo_branches import (
     takes_branches,
 )
 from ringopt.torch_compat.dynamo_calls import with_known_sizes
-from ringopt.torch_compat.dynamo_memory import Remembered
+from ringopt.torch_compat.dynamo_memory import Remembered, processes
 
 log = logger(__name__)
 
@@ -84,7 +83,7 @@ def takes_sizes(backends: Iterator[Any]) -> bool:
 
 def on_ranks() -> bool:
     """Whether this process is one of several."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return processes() > 1
 
 
 def give_up(frame: CodeType) -> None:

@@ -11,11 +11,11 @@ to the loop.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ringopt.torch_compat.dynamo_rows import TAKE_APART
+
 NUMBER = "_ringopt_number"
-APART = ("unbind", "split")
 
 
 class OverRows(ast.For):
@@ -78,7 +78,7 @@ def by_number(loop: ast.For) -> OverRows | None:
 
 def rows_of(call: ast.expr) -> Rows | None:
     """Of `x.unbind(1)`, `torch.unbind(x, 1)` and `x.split(64, 1)`."""
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr not in APART:
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr not in TAKE_APART:
         return None
     named = {keyword.arg: keyword.value for keyword in call.keywords}
     args = [call.func.value, *call.args]
@@ -110,10 +110,3 @@ def is_call(node: ast.expr, name: str, args: int | None = None) -> bool:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.keywords:
         return False
     return node.func.id == name and (args is None or len(node.args) == args)
-
-
-def calls_in(loops: list[ast.For]) -> Iterator[tuple[ast.Call, OverRows]]:
-    """The loops over rows, by where Dynamo comes to them."""
-    for loop in loops:
-        if (again := by_number(loop)) is not None:
-            yield again.first, again

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import CodeType
 from weakref import WeakKeyDictionary
 
-from ringopt.frontend.loops.over_rows import calls_in
+from ringopt.frontend.loops.over_rows import by_number
 
 Place = tuple[int, int]  # line and column of what a loop goes over, or of the first tensor whose rows it goes over
 
@@ -34,8 +34,13 @@ def loops_of(code: CodeType) -> dict[Place, ast.For]:
     if not any(found == code for found in codes_in(compiled)):
         return {}
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
-    by_place = {(node.iter.lineno, node.iter.col_offset): node for node in loops}
-    return by_place | {(call.lineno, call.col_offset): loop for call, loop in calls_in(loops)}
+    over_rows = [again for loop in loops if (again := by_number(loop)) is not None]
+    return {begins_at(loop.iter): loop for loop in loops} | {begins_at(again.first): again for again in over_rows}
+
+
+def begins_at(node: ast.expr) -> Place:
+    """Line and column."""
+    return node.lineno, node.col_offset
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
