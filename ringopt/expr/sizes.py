@@ -145,11 +145,15 @@ class KnownSizes:
         self.unequal = {self.difference(each) for each in claims if isinstance(each, sympy.Ne)}
 
     def learn(self, equal: sympy.Eq) -> None:
-        """What is equal to zero fixes the floor in it, if there is one, or makes a symbol a multiple of a number."""
+        """What is equal to zero fixes the floor in it, if there is one, or makes a symbol a multiple of a number. With
+        its floors fixed it may be of one symbol alone: n is 8, of two chunks of 4 without padding."""
         left, right = equal.args
         zero = sympy.expand(self(left) - self(right))
         if right.is_Integer and isinstance(left, sympy.Function):
             self.fix(left, right)
+        rest, (factor, alone) = zero.as_coeff_Add()[0], zero.as_coeff_Add()[1].as_coeff_Mul()
+        if alone.is_Symbol and (rest / factor).is_Integer:
+            self.fix(alone, -rest / factor)
         terms = [each for each in sympy.Add.make_args(zero) if each.has(FloorDiv)]
         if len(terms) != 1:
             return

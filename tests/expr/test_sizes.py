@@ -143,6 +143,16 @@ def test_a_length_that_needs_no_padding() -> None:
     at_length(40, look)
 
 
+def test_so_many_chunks_of_a_length_that_needs_no_padding_fix_it() -> None:
+    def look(n: Any) -> None:
+        padded = n + -n % 4
+        assert padded == 12 and is_open(n)  # one of 9, 10, 11, 12
+        assert 8 * padded == 8 * n
+        assert same(n, 12) and not is_open(n)
+
+    at_length(12, look)
+
+
 def test_a_guard_on_the_fewest_chunks_bounds_the_length() -> None:
     def look(n: Any) -> None:
         chunks = (n + -n % 64) // 64

@@ -176,6 +176,12 @@ def test_of_fewer_turns_than_two_a_rank_each_number_has_a_graph(ranks: Any) -> N
         assert "a recurrence of 3 steps is one scan" in str(reports[1].notes)
 
 
+def test_two_or_three_chunks_without_padding_have_a_known_length(ranks: Any) -> None:
+    """Guards say so of an open one: of the number of chunks, and that rows are as many as tokens."""
+    for error, reports, _ in ranks(2, compared, "steps", [16, 12, 8], EAGER):
+        assert error < 1e-10 and [report.sharded_fraction for report in reports] == [1.0] * 3
+
+
 def test_of_tensors_with_other_numbers_of_rows_python_leaves_the_rest(ranks: Any) -> None:
     for error, reports, _ in ranks(2, compared, "over_other_numbers", [12, 9], EAGER):
         assert error < 1e-10 and "a recurrence of 8 steps" in str(reports[-1].notes)
