@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringopt.backend  # noqa: F401  (teaches Dynamo)
 from ringopt.frontend.loops.rolled import rolls_loops
-from ringopt.tools.benchmarks.models.widened import widen
+from ringopt.tools.benchmarks.libraries.widened import widen
 from tests.harness.lengths import Lengths
 from tests.harness.translation import captured_graphs, validate_graph
 from tests.zoo.hybrid_models import HYBRIDS, build

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ringopt.backend import reports
+from ringopt.tools.benchmarks.libraries.widened import Widened, widened_ring
 from ringopt.tools.benchmarks.models.tiny_transformers import reference_of
-from ringopt.tools.benchmarks.models.widened import Widened, widened_ring
 from tests.programs.test_hybrids import CHUNKS_OF_64
 from tests.zoo.hybrid_models import HYBRIDS, build
 

@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from ringopt.tools.benchmarks.libraries.widened import Widened
 from ringopt.tools.benchmarks.models.judged import NOTHING, judged_apart
-from ringopt.tools.benchmarks.models.widened import Widened
 from ringopt.tools.benchmarks.tables import models
 from ringopt.tools.common.command import CommandError
 from tests.harness.benches import tables

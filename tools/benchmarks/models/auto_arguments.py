@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringopt.tools.benchmarks.models.first_that_fits import first_that_fits
+from ringopt.tools.benchmarks.libraries.first_that_fits import first_that_fits
 from ringopt.tools.benchmarks.models.tiny_configs import IDS, PLACES
 from ringopt.torch_compat.pytree import tree_leaves
 

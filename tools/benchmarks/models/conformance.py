@@ -2,7 +2,7 @@
 compiled.
 
 A type is named as in transformers (of its causal language models), as "AutoModel/bert" (of another class of its
-factory) or as "diffusers/FluxTransformer2DModel".
+factory) or as "timm/test_vit" (of another library).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from ringopt.report import Report
 from ringopt.tools.benchmarks.lab.result import Row
 from ringopt.tools.benchmarks.lab.tensor_bytes import peak_bytes
 from ringopt.tools.benchmarks.lab.timing import processor_seconds
+from ringopt.tools.benchmarks.libraries import LIBRARIES, models_of
+from ringopt.tools.benchmarks.libraries.widened import Widened, widened_ring
 from ringopt.tools.benchmarks.models.judged import NOTHING, died, no_answer
-from ringopt.tools.benchmarks.models.tiny_diffusers import build_denoiser
 from ringopt.tools.benchmarks.models.tiny_transformers import build_auto, build_tiny, reference_of
-from ringopt.tools.benchmarks.models.widened import Widened, widened_ring
 from ringopt.torch_compat import dynamo
 from ringopt.torch_compat import inductor as of_inductor
 from ringopt.torch_compat.pytree import tree_leaves
@@ -88,8 +88,8 @@ def judge(answers: Any, kind: str, ranks: int, seconds: float, inner: str) -> No
     if _distance(again, expected) > EXACT:
         answers.send(no_answer("not built", "the program draws random numbers: nothing to compare with"))
         return
-    if library == "diffusers":
-        facts = {"hf": bool(getattr(model, "_cp_plan", None)), "layers": ""}
+    if library in LIBRARIES:
+        facts = {"hf": bool(getattr(model, "_cp_plan", None)) if library == "diffusers" else None, "layers": ""}
     else:
         facts = {"hf": bool(getattr(model, "supports_context_parallel", True)), "layers": _layers(model)}
     with tempfile.TemporaryDirectory() as folder:
@@ -113,7 +113,7 @@ def shake(model: nn.Module) -> None:
 def _fewer_tokens(model: nn.Module, inputs: dict[str, Any]) -> list[dict[str, Any]]:
     """The call with a shorter sequence, of an odd length; none where there are no tokens, or the model does not take
     it."""
-    length = inputs["input_ids"].shape[-1] if "input_ids" in inputs else 0
+    length = tokens.shape[-1] if (tokens := _tokens(inputs)) is not None else 0
     kept = length * 3 // 4 - 1
     if kept < 1:
         return []
@@ -125,19 +125,26 @@ def _fewer_tokens(model: nn.Module, inputs: dict[str, Any]) -> list[dict[str, An
     return [cut]
 
 
+def _tokens(inputs: dict[str, Any]) -> Tensor | None:
+    """The numbers of its words, by what libraries call them."""
+    named = (inputs[name] for name in ("input_ids", "idx", "x") if name in inputs)
+    return next((one for one in named if one.dtype == torch.int64), None)
+
+
 def _is_along(value: Any, length: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length
 
 
 def _built(library: str, name: str) -> tuple[nn.Module, dict[str, Any]]:
-    if library == "diffusers":
-        return build_denoiser(name)
+    if library in LIBRARIES:
+        built: tuple[nn.Module, dict[str, Any]] = models_of(library).build(name)
+        return built
     return build_auto(library, name) if library else build_tiny(name)
 
 
 def _alike(model: nn.Module, library: str) -> nn.Module:
     """A copy for one process."""
-    return copy.deepcopy(model) if library == "diffusers" else reference_of(model)
+    return copy.deepcopy(model) if library in LIBRARIES else reference_of(model)
 
 
 def _by_inductor(model: nn.Module, inputs: dict[str, Any], longest: float) -> float | None:
@@ -234,7 +241,7 @@ def _loss(model: Any, inputs: dict[str, Any]) -> Any:
     if loss is not None:
         return loss
     found = found[0] if isinstance(found, tuple) else found
-    parts = tree_leaves(found if isinstance(found, Tensor) else dict(found))
+    parts = tree_leaves(found if isinstance(found, (Tensor, list)) else dict(found))
     return sum(part.square().mean() for part in parts if isinstance(part, Tensor) and part.requires_grad)
 
 
@@ -262,7 +269,7 @@ def _distance(found: Sequence[Tensor | None], expected: Sequence[Tensor | None])
 
 
 def _figures(report: Report, inputs: dict[str, Any]) -> Row:
-    tokens = inputs["input_ids"].numel() if "input_ids" in inputs else None
+    tokens = found.numel() if (found := _tokens(inputs)) is not None else None
     return {
         "share": report.sharded_fraction,
         "bytes": report.bytes_sent / tokens if tokens else None,

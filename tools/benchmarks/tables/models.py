@@ -3,7 +3,8 @@
 Each type of AutoModelForCausalLM is built tiny, by general rules, in float64, and runs on one process as it is and on
 ranks (gloo) compiled by `backend="ring"`. A type that crashes or hangs is a row as well. With --json the run can be
 interrupted: the same command takes the types that the file does not have yet. --mapping AutoModel: the same of another
-class of transformers' factory. --library diffusers: of each transformer of diffusers.
+class of transformers' factory. --library: of another library, such as diffusers (its transformers) or timm (a model of
+each of its modules).
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringopt.tools.benchmarks.lab.names import INNER
 from ringopt.tools.benchmarks.lab.result import Column, Result, Row, error
+from ringopt.tools.benchmarks.libraries import LIBRARIES, models_of
 from ringopt.tools.benchmarks.models.judged import judged_apart
 from ringopt.tools.common.command import CommandError, check_file, natural, two_or_more, write
 
@@ -31,10 +33,12 @@ examples:
   ringopt bench models --ranks 2 3 --json models.json --html models.html
   ringopt bench models --mapping AutoModel --only 'bert|vit'
   ringopt bench models --library diffusers --only 'Flux|Wan'
+  ringopt bench models --library timm --html timm.html
 """
 
 WORKER = "ringopt.tools.benchmarks.models.conformance"
 SHARE = 0.95
+TRANSFORMERS = "transformers"
 CAUSAL = "AutoModelForCausalLM"
 
 
@@ -43,12 +47,14 @@ def add(tables: _SubParsersAction[argparse.ArgumentParser], common: argparse.Arg
     parser = tables.add_parser(
         "models",
         parents=[common],
-        help="every causal language model of transformers (or transformer of diffusers) on ranks: exact or not",
+        help="every causal language model of transformers (or models of other libraries) on ranks: exact or not",
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--library", choices=LIBRARIES, default="transformers", help="whose models (transformers)")
+    parser.add_argument(
+        "--library", choices=(TRANSFORMERS, *LIBRARIES), default=TRANSFORMERS, help=f"whose models ({TRANSFORMERS})"
+    )
     parser.add_argument(
         "--mapping", metavar="CLASS", nargs="+", default=[CAUSAL], help=f"classes of transformers' factory ({CAUSAL})"
     )
@@ -88,9 +94,9 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> Result:
 
 def _kinds(library: str, mappings: Sequence[str], only: str | None) -> list[str]:
     """Those that `only` is found in."""
-    what = f"types of {', '.join(mappings)}" if library == "transformers" else "transformers of diffusers"
+    what = f"types of {', '.join(mappings)}" if library == TRANSFORMERS else f"models of {library}"
     try:
-        names = LIBRARIES[library](mappings)
+        names = _of_transformers(mappings) if library == TRANSFORMERS else _of_library(library)
     except ImportError as error:
         raise CommandError(f"the models are those of {library}: {error}; pip install {library}") from error
     try:
@@ -116,10 +122,8 @@ def _of_transformers(mappings: Sequence[str]) -> list[str]:
     return found
 
 
-def _of_diffusers(_: Sequence[str]) -> list[str]:
-    from ringopt.tools.benchmarks.models.tiny_diffusers import classes
-
-    return [f"diffusers/{name}" for name in classes()]
+def _of_library(library: str) -> list[str]:
+    return [f"{library}/{name}" for name in models_of(library).kinds()]
 
 
 def _kept(target: Path | None) -> dict[tuple[str, int], Row]:
@@ -179,10 +183,6 @@ def _rule(row: Row) -> str:
     return {None: "", True: "takes it", False: "refuses it"}[row["hf"]]
 
 
-LIBRARIES: dict[str, Callable[[Sequence[str]], list[str]]] = {
-    "transformers": _of_transformers,
-    "diffusers": _of_diffusers,
-}
 VERDICTS = ("exact", "wrong", "error", "hang", "not built")
 TITLE = "Models of a library, tiny, on ranks"
 KEYS = ("type", "ranks")
@@ -214,6 +214,6 @@ NOTES = (
     "thread; Inductor: the same of the unchanged program on one process (with --inner-backend inductor), if it is done "
     "in the seconds that are left.",
     "the library: whether its own context parallelism takes the model: `supports_context_parallel` of transformers, a "
-    "`_cp_plan` of diffusers.",
+    "`_cp_plan` of diffusers; the others have none.",
     "first reason: why the first of what is refused or gathered is, with its line.",
 )

@@ -1,4 +1,4 @@
-"""Transformers of diffusers, tiny, in float64 and with random weights: `build_denoiser(name)`.
+"""Transformers of diffusers, tiny, in float64 and with random weights: `build(name)`.
 
 What a number of the constructor is called says how small it becomes. What the rules get wrong is in EXCEPTIONS, by
 class.
@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ringopt.tools.benchmarks.models.diffusers_arguments import (
+from ringopt.tools.benchmarks.libraries.diffusers_arguments import (
     AXES,
     CAPTION,
     FRAMES,
@@ -72,7 +72,7 @@ EXCEPTIONS: dict[str, Sizes] = {
 }  # fmt: skip
 
 
-def classes() -> dict[str, Any]:
+def kinds() -> dict[str, Any]:
     """All models that diffusers has under `models.transformers`, by name."""
     package: Any = import_module("diffusers.models.transformers")
     mixin: Any = import_module("diffusers.models.modeling_utils").ModelMixin
@@ -84,11 +84,11 @@ def classes() -> dict[str, Any]:
     return found
 
 
-def build_denoiser(name: str) -> tuple[nn.Module, Given]:
+def build(name: str) -> tuple[nn.Module, Given]:
     """The model, and arguments of its forward. Raises ValueError where the rules find none."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    kind = classes()[name]
+    kind = kinds()[name]
     sizes = shrunk(defaults_of(kind)) | EXCEPTIONS.get(name, {})
     model = kind(**sizes).double().eval()
     with torch.no_grad():

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringopt.tools.benchmarks.models.first_that_fits import first_that_fits
+from ringopt.tools.benchmarks.libraries.first_that_fits import first_that_fits
 
 Sizes = dict[str, Any]  # of a constructor
 Given = dict[str, Any]

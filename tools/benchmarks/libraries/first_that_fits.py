@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ringopt.tools.benchmarks.models.widened import Widened
+from ringopt.tools.benchmarks.libraries.widened import Widened
 
 Given = dict[str, Any]
 TRIES = 2000

@@ -1,0 +1,27 @@
+"""Models and batches that are the same in every run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def seeded(make: Callable[..., Any], *given: Any, **sizes: Any) -> Any:
+    """A model in float64, in eval mode, with the same weights each time. What begins as zero is drawn at random, else
+    nothing would be seen of a gate or a block behind it."""
+    torch.manual_seed(0)
+    model = make(*given, **sizes).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.normal_(0.0, 0.1)
+    return model
+
+
+def images(side: int, frames: int = 0) -> Tensor:
+    """Two images, or videos of so many frames, of random numbers."""
+    shape = (2, 3, frames, side, side) if frames else (2, 3, side, side)
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,52 @@
+"""Image models of timm, one of each of its modules, whole but the smallest that the module has."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torch.nn as nn
+
+from ringopt.tools.benchmarks.libraries.first_that_fits import Given, first_that_fits
+from ringopt.tools.benchmarks.libraries.seeded import images, seeded
+
+# Of sizes in the names of models, the smaller ones first.
+SMALL = (
+    "test_", "zepto", "atto", "femto", "pico", "nano", "xxs", "micro", "mini", "tiny", "_xs", "_xxt", "_s", "b0", "_t",
+    "18", "26", "small",
+)  # fmt: skip
+SIDES = (128, 160, 192, 224, 240, 256, 288, 384)  # of the image: the first that the model takes
+CLASSES = 8
+
+
+def kinds() -> list[str]:
+    """One of each module."""
+    timm: Any = import_module("timm")
+    models = (timm.list_models(module=module) for module in timm.list_modules())
+    return sorted(smallest(names) for names in models if names)
+
+
+def smallest(names: Sequence[str]) -> str:
+    """By what they are called: of sizes that are alike the shortest name, as 5m of 5m and 21m."""
+    return min(names, key=lambda name: (_size(name), len(name), name))
+
+
+def _size(name: str) -> int:
+    return next((place for place, part in enumerate(SMALL) if part in name), len(SMALL))
+
+
+def build(name: str) -> tuple[nn.Module, Given]:
+    """The model and one batch of images. Raises ValueError where it takes none."""
+    warnings.simplefilter("ignore")
+    create: Any = import_module("timm").create_model
+    failed: list[str] = []
+    for side in SIDES:
+        for sizes in ({"img_size": side}, {}):
+            try:
+                model = seeded(create, name, num_classes=CLASSES, **sizes)
+                return model, first_that_fits(model, {"x": [images(side)]})
+            except Exception as error:  # of whatever kind: the next size may be right
+                failed.append(f"{type(error).__name__}: {error}")
+    raise ValueError("; or ".join(dict.fromkeys(failed)))
