@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 
@@ -25,3 +26,14 @@ def images(side: int, frames: int = 0) -> Tensor:
     """Two images, or videos of so many frames, of random numbers."""
     shape = (2, 3, frames, side, side) if frames else (2, 3, side, side)
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def thinned(model: nn.Module) -> nn.Module:
+    """Of blocks in a row, of one class and with parameters of the same shapes, the first two alone."""
+    rows = [module for module in model.modules() if isinstance(module, (nn.Sequential, nn.ModuleList))]
+    for row in rows:
+        alike = [(type(block), [p.shape for p in block.parameters()]) for block in row]
+        for place in reversed(range(2, len(alike))):
+            if alike[place] == alike[place - 1] == alike[place - 2] and alike[place][1]:
+                del row[place]
+    return model

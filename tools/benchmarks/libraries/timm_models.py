@@ -1,7 +1,8 @@
-"""Image models of timm, one of each of its modules, whole but the smallest that the module has."""
+"""Image models of timm, one of each of its modules: the smallest, with two of each row of blocks that are alike."""
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
@@ -10,7 +11,7 @@ from typing import Any
 import torch.nn as nn
 
 from ringopt.tools.benchmarks.libraries.first_that_fits import Given, first_that_fits
-from ringopt.tools.benchmarks.libraries.seeded import images, seeded
+from ringopt.tools.benchmarks.libraries.seeded import images, seeded, thinned
 
 # Of sizes in the names of models, the smaller ones first.
 SMALL = (
@@ -43,10 +44,11 @@ def build(name: str) -> tuple[nn.Module, Given]:
     create: Any = import_module("timm").create_model
     failed: list[str] = []
     for side in SIDES:
-        for sizes in ({"img_size": side}, {}):
+        for sizes, thin in itertools.product(({"img_size": side}, {}), (True, False)):
             try:
                 model = seeded(create, name, num_classes=CLASSES, **sizes)
-                return model, first_that_fits(model, {"x": [images(side)]})
+                given = first_that_fits(thinned(model) if thin else model, {"x": [images(side)]})
+                return model, given
             except Exception as error:  # of whatever kind: the next size may be right
                 failed.append(f"{type(error).__name__}: {error}")
     raise ValueError("; or ".join(dict.fromkeys(failed)))

@@ -1,7 +1,6 @@
 """Models of torchvision, one of each of its modules, the smallest by its number of parameters: of images, videos and
-pairs of images. (Detectors are left out, whose losses draw samples at random, and what is quantized.)
-
-Of blocks that are alike and follow each other two are kept.
+pairs of images, with two of each row of blocks that are alike. (Detectors are left out, whose losses draw samples at
+random, and what is quantized.)
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 import torch.nn as nn
 
 from ringopt.tools.benchmarks.libraries.first_that_fits import Given, first_that_fits
-from ringopt.tools.benchmarks.libraries.seeded import images, seeded
+from ringopt.tools.benchmarks.libraries.seeded import images, seeded, thinned
 
 LEFT_OUT = ("quantization", "detection")
 CLASSES = 8
@@ -63,15 +62,3 @@ def _given(model: Any, batch: Any) -> Given:
     """By the names of its arguments: each one that has to be given is a batch."""
     asked = inspect.signature(model.forward).parameters
     return first_that_fits(model, {p.name: [batch] for p in asked.values() if p.default is p.empty})
-
-
-def thinned(model: nn.Module) -> nn.Module:
-    """Of blocks in a row, of one class and with parameters of the same shapes, the first two alone."""
-    for module in list(model.modules()):
-        if isinstance(module, nn.Sequential):
-            blocks = list(module.named_children())
-            alike = [(type(block), [p.shape for p in block.parameters()]) for _, block in blocks]
-            for place in range(2, len(blocks)):
-                if alike[place] == alike[place - 1] == alike[place - 2] and alike[place][1]:
-                    del module._modules[blocks[place][0]]
-    return model
