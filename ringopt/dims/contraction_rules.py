@@ -112,6 +112,12 @@ def bilinear(node: fx.Node) -> Rule:
     return Rule((rows, rows, *({} for _ in list(tensor_args(node))[2:])))
 
 
+def cell(node: fx.Node) -> Rule:
+    """One step of a recurrent layer, of a batch: rows of the input and of its states run along with all results."""
+    operands, states = list(tensor_args(node)), 2 if op_name(node) == "lstm_cell" else 1
+    return Rule(({0: 0},) * (1 + states) + ({},) * (len(operands) - 1 - states))
+
+
 def cdist(node: fx.Node) -> Rule | None:
     """Rows of the first operand by rows of the second."""
     rank = len(shape_of(node))
@@ -234,6 +240,7 @@ PRODUCTS: dict[str, RuleOf] = {
     "baddbmm": baddbmm,
     "bilinear": bilinear,
     "cdist": cdist,
+    **dict.fromkeys(("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"), cell),
 }
 
 def is_batched_product(node: fx.Node) -> bool:

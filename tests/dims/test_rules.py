@@ -111,6 +111,11 @@ OPS = {
     "tensordot": (lambda x, y: torch.tensordot(x, y, ([2], [0])), (A, (6, 5)), {0, 1, 2}),
     "inner": (lambda x, y: torch.inner(x, y), (A, (5, 6)), {0, 1, 2}),
     "bilinear": (F.bilinear, (A, A, (5, 6, 6)), {0, 1}),
+    "gru_cell": (torch.gru_cell, (B, (4, 5), (15, 6), (15, 5), (15,), (15,)), {0}),
+    "lstm_cell": (
+        lambda x, h, c, *weights: torch.lstm_cell(x, [h, c], *weights)[1], (B, (4, 5), (4, 5), (20, 6), (20, 5)), {0}
+    ),
+    "rnn_tanh_cell": (torch.rnn_tanh_cell, (B, (4, 5), (5, 6), (5, 5)), {0}),
     "cdist": (lambda x, y: torch.cdist(x, y), (A, (3, 5, 6)), {0, 1, 2}),
     "addmv": (torch.addmv, ((4,), B, (6,)), {0}),
     "solve_triangular": (

@@ -16,6 +16,7 @@ from ringopt import explain
 from ringopt.backend import reports
 from ringopt.frontend.libraries.recurrent import FUNCTION, form
 from tests.harness.capturing import largest_error, results
+from tests.harness.translation import validate
 
 WIDTH = 8
 LAYERS = {
@@ -158,3 +159,24 @@ def test_a_batch_is_shared_without_comparing_for_the_ranks_would_wait() -> None:
     (site,) = (site for site in report.sites if site.form == "scan")
     assert site.strategy == "heads" and not site.predictions
     assert "shared by heads, 2 a rank: what ringopt_kernels::recurrent carries is not affine by its rule" in site.notes
+
+
+class Gated(nn.Module):
+    """A cell as the gate of a residual, all tokens at once, as in x-transformers (`gate_residual`)."""
+
+    def __init__(self, kind: type[Any]) -> None:
+        super().__init__()
+        self.cell = kind(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        attended = F.scaled_dot_product_attention(x, x, x, is_causal=True).flatten(0, 1)
+        past = x.flatten(0, 1)
+        found = self.cell(attended, (past, past.sin()) if isinstance(self.cell, nn.LSTMCell) else past)
+        return (found[0] * found[1] if isinstance(found, tuple) else found).view_as(x)
+
+
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell, nn.RNNCell])
+def test_a_cell_works_on_the_tokens_of_a_rank(kind: type[Any]) -> None:
+    torch.manual_seed(0)
+    found = validate(3, Gated(kind).double(), torch.randn(2, 13, WIDTH, dtype=torch.float64, requires_grad=True))
+    assert not found.wrong and [gather.op for gather in found.report.gathers] == ["output"]

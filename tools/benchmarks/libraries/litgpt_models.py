@@ -18,7 +18,13 @@ SIZES = {
     "head_size": 8, "intermediate_size": 48,
 }  # fmt: skip
 # What only some have, where they have more of it.
-MOST = {"n_query_groups": 2, "sliding_window_size": 16, "moe_intermediate_size": 16, "n_expert": 4}
+MOST = {
+    "n_query_groups": 2,
+    "sliding_window_size": 16,
+    "moe_intermediate_size": 16,
+    "n_expert": 4,
+    "n_expert_per_token": 2,
+}
 PER_LAYER = ("sliding_window_indices", "rope_indices")
 NAMES = ("name", "hf_config")
 

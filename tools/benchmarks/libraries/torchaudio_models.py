@@ -52,7 +52,7 @@ MODELS: dict[str, tuple[dict[str, Any], Callable[[], Given]]] = {
         lambda: {"input": _normal(BATCH, FRAMES + 4, 32), "lengths": LENGTHS},
     ),
     "HDemucs": (
-        {"sources": ["voice", "rest"], "audio_channels": 1, "channels": 8, "nfft": 512, "depth": 3},
+        {"sources": ["voice", "rest"], "audio_channels": 1, "channels": 8, "nfft": 1024, "depth": 5},
         lambda: {"input": _normal(BATCH, 1, 4_096)},
     ),
     "Tacotron2": (

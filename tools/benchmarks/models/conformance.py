@@ -7,7 +7,6 @@ factory) or as "timm/test_vit" (of another library).
 
 from __future__ import annotations
 
-import copy
 import math
 import multiprocessing
 import os
@@ -75,7 +74,7 @@ def judge(answers: Any, kind: str, ranks: int, seconds: float, inner: str) -> No
     library, _, name = kind.rpartition("/")
     try:
         model, inputs = _built(library, name)
-        alike = [_alike(model, library) for _ in range(3)]
+        alike = [_alike(model, library, name) for _ in range(3)]
         shake(alike[2])
         with Widened():
             expected, again, shaken = (_numbers(one, inputs) for one in alike)
@@ -142,9 +141,9 @@ def _built(library: str, name: str) -> tuple[nn.Module, dict[str, Any]]:
     return build_auto(library, name) if library else build_tiny(name)
 
 
-def _alike(model: nn.Module, library: str) -> nn.Module:
-    """A copy for one process."""
-    return copy.deepcopy(model) if library in LIBRARIES else reference_of(model)
+def _alike(model: nn.Module, library: str, name: str) -> nn.Module:
+    """The same for one process: built anew, for a copy may hold functions that read the weights of the first."""
+    return _built(library, name)[0] if library in LIBRARIES else reference_of(model)
 
 
 def _by_inductor(model: nn.Module, inputs: dict[str, Any], longest: float) -> float | None:
