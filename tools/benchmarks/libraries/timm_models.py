@@ -1,4 +1,6 @@
-"""Image models of timm, one of each of its modules: the smallest, with two of each row of blocks that are alike."""
+"""Image models of timm, one of each of its modules: the smallest, with two of each row of blocks that are alike, where
+that fits.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """Models of torchvision, one of each of its modules, the smallest by its number of parameters: of images, videos and
-pairs of images, with two of each row of blocks that are alike. (Detectors are left out, whose losses draw samples at
-random, and what is quantized.)
+pairs of images, with two of each row of blocks that are alike, where that fits. (Detectors are left out, whose losses
+draw samples at random, and what is quantized.)
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from importlib import import_module
 from typing import Any
@@ -41,10 +42,11 @@ def build(name: str) -> tuple[nn.Module, Given]:
     """The model and one batch. Raises ValueError where it takes none."""
     warnings.simplefilter("ignore")
     failed: list[str] = []
-    for sizes, frames, side in FORMS:
+    for (sizes, frames, side), thin in itertools.product(FORMS, (True, False)):
         try:
-            model = thinned(seeded(_created, name, sizes))
-            return model, _given(model, images(side, frames))
+            model = seeded(_created, name, sizes)
+            given = _given(thinned(model) if thin else model, images(side, frames))
+            return model, given
         except Exception as error:  # of whatever kind: the next form may be right
             failed.append(f"{type(error).__name__}: {error}")
     raise ValueError("; or ".join(dict.fromkeys(failed)))
