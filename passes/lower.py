@@ -27,7 +27,7 @@ from ringopt.ir.symbolic_sizes import into_nodes
 from ringopt.pipeline import Context, Pass
 from ringopt.scans.call import is_scan, keep_states
 from ringopt.sharding.input_writes import keep_before_writes, write_unseen
-from ringopt.sharding.local_values import LocalValues, check_sizes, open_sizes
+from ringopt.sharding.local_values import LocalValues, as_aot_traces, check_sizes
 from ringopt.torch_compat.fake_tensors import FakeTensor
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ class Lower(Pass):
         values = map(value_of, gm.graph.nodes)
         mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
         answers = Answers()
-        with mode, torch.no_grad(), open_sizes(mode):
+        with mode, torch.no_grad(), as_aot_traces(mode):
             LocalValues(gm, answers).run(*inputs)
             for node in custom_gradients(gm.graph):
                 given = GradientArguments.of(node)

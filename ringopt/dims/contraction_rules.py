@@ -243,6 +243,7 @@ PRODUCTS: dict[str, RuleOf] = {
     **dict.fromkeys(("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"), cell),
 }
 
+
 def is_batched_product(node: fx.Node) -> bool:
     """Whether it multiplies matrices, one of each operand for each element of a batch."""
     return op_name(node) in PRODUCTS and sum(len(shape_of(x)) > 2 for x in tensor_args(node)) > 1

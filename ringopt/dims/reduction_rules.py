@@ -74,13 +74,14 @@ def pad(node: fx.Node) -> Rule:
     return Rule((same_dims(rank, touched),))
 
 
-def reduction(position: int = 1, sums: bool = False) -> RuleOf:
-    """mean, amax, logsumexp, ...: dims that are left run along; with `sums` the reduced ones add up over the ranks."""
+def reduction(position: int = 1, sums: bool = False, default: int | None = None) -> RuleOf:
+    """mean, amax, logsumexp, ...: dims that are left run along; with `sums` the reduced ones add up over the ranks.
+    `default` is the dim where none is given, None all of them."""
 
     def rule(node: fx.Node) -> Rule | None:
         source = node.args[0]
         rank = len(shape_of(source))
-        dims = argument(node, position, "dim")
+        dims = argument(node, position, "dim", default)
         if isinstance(dims, fx.Node):
             return None
         if isinstance(dims, bool):
@@ -166,9 +167,11 @@ REDUCTIONS: dict[str, RuleOf] = {
     **dict.fromkeys(("sum", "mean", "nansum", "count_nonzero"), reduction(sums=True)),
     **dict.fromkeys(("amax", "amin", "logsumexp", "var", "std", "all", "any"), reduction()),
     **dict.fromkeys(("argmax", "argmin", "var_mean", "std_mean", "prod", "median", "nanmedian"), reduction()),
-    **dict.fromkeys(("mode", "aminmax", "nanmean"), reduction()),
+    **dict.fromkeys(("aminmax", "nanmean"), reduction()),
+    "mode": reduction(default=-1),
     **dict.fromkeys(("max", "min"), max_),
-    **dict.fromkeys(("linalg_vector_norm", "linalg_norm", "kthvalue"), reduction(2)),
+    **dict.fromkeys(("linalg_vector_norm", "linalg_norm"), reduction(2)),
+    "kthvalue": reduction(2, default=-1),
 }
 
 LAYERS: dict[str, RuleOf] = {

@@ -136,6 +136,28 @@ def tile(node: fx.Node) -> Rule:
     return Rule(({out: out - shift for out in kept},))
 
 
+def diagonal(node: fx.Node) -> Rule:
+    """All dims but the two that it is of; its own is the last dim."""
+    rank = len(shape_of(node.args[0]))
+    of = {argument(node, place, name, default) % rank for place, name, default in DIAGONAL[op_name(node)]}
+    return Rule((dict(enumerate(dim for dim in range(rank) if dim not in of)),))
+
+
+def diag_embed(node: fx.Node) -> Rule:
+    """All dims but the last one, which becomes two."""
+    rank = len(shape_of(node))
+    of = {argument(node, place, name, default) % rank for place, name, default in DIAGONAL["diag_embed"]}
+    return Rule(({out: dim for dim, out in enumerate(dim for dim in range(rank) if dim not in of)},))
+
+
+# Where the two dims stand among the arguments, and what they are by default.
+DIAGONAL = {
+    "diagonal": ((2, "dim1", 0), (3, "dim2", 1)),
+    "linalg_diagonal": ((2, "dim1", -2), (3, "dim2", -1)),
+    "diag_embed": ((2, "dim1", -2), (3, "dim2", -1)),
+}
+
+
 def unfold(node: fx.Node) -> Rule:
     """All dims but the one that windows are cut from; the windows are the last dim."""
     rank = len(shape_of(node.args[0]))
@@ -164,6 +186,8 @@ VIEWS: dict[str, RuleOf] = {
     "tile": tile,
     "select": select,
     **dict.fromkeys(SLICES, slice_),
+    **dict.fromkeys(("diagonal", "linalg_diagonal"), diagonal),
+    "diag_embed": diag_embed,
     "unfold": unfold,
     "view_as_complex": without_last,
     "view_as_real": with_last,

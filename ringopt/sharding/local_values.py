@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,12 +22,10 @@ from ringopt.torch_compat.fake_tensors import (
 
 
 @contextmanager
-def open_sizes(mode: FakeTensorMode) -> Iterator[None]:
-    """With open sizes, what AOTAutograd will run the graph under: some kernels (negative padding) know only numbers."""
-    if mode.shape_env is None:
-        yield
-        return
-    with enable_python_dispatcher(), open_strides_undecided():
+def as_aot_traces(mode: FakeTensorMode) -> Iterator[None]:
+    """What AOTAutograd will run the graph under: some kernels (negative padding) know only numbers, and some (istft)
+    read numbers, but for their Python forms."""
+    with enable_python_dispatcher(), open_strides_undecided() if mode.shape_env is not None else nullcontext():
         yield
 
 

@@ -130,3 +130,17 @@ def test_states_that_are_small_are_kept_for_a_backward(program, learns, kept):
     gm, _ = after([*UNDERSTAND, Lower()], program, torch.randn(BATCH, ROWS, 8, requires_grad=learns))
     (scan,) = filter(is_scan, gm.graph.nodes)
     assert OpCall.of(scan)["keeps"] == kept
+
+
+def test_what_reads_numbers_in_cpp_is_traced_in_its_python_form():
+    """istft, which reads whether its window covers everything."""
+    x = torch.randn(4, 24, dtype=torch.float64, requires_grad=True)
+
+    def program(x):
+        attended = torch.nn.functional.scaled_dot_product_attention(x[..., None], x[..., None], x[..., None])[..., 0]
+        window = torch.hann_window(8, dtype=torch.float64)
+        found = torch.stft(attended, 8, 2, window=window, return_complex=True)
+        return (torch.istft(found * 0.5, 8, 2, window=window, length=24),)
+
+    verdict = validate_function(2, program, [x])
+    assert verdict.wrong == "" and verdict.report.refusal is None
