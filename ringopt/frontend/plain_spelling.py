@@ -280,13 +280,18 @@ OF_DIMS = {
 
 
 def transform_by_dims(graph: fx.Graph) -> None:
-    """A Fourier transform along tokens and channels as one along each: the ranks share the channels of the first."""
+    """A Fourier transform along tokens and channels as one along each: the ranks share the channels of the first. Real
+    numbers are made complex before an inverse, as torch does it for several dims; along one it marks its result as to
+    be conjugated."""
     for node in [node for node in graph.nodes if node.target in OF_DIMS]:
         x, rank = node.args[0], len(shape_of(node))
         sizes, dims, norm = named(node, "s"), named(node, "dim"), named(node, "norm")
         dims = range(rank - len(sizes or shape_of(x)), rank) if dims is None else dims
         each = list(zip(dims, sizes or [None] * len(dims), strict=True))
         others, last = OF_DIMS[node.target]
+        if last is aten.fft_ifft.default and not value_of(x).is_complex():
+            with graph.inserting_before(node):
+                node.args = (emit(graph, aten.to.dtype, (x, value_of(node).dtype), node), *node.args[1:])
         pairs = [*((others, *pair) for pair in each[:-1]), (last, *each[-1])]
         steps = [(target, None if size == -1 else size, dim, norm) for target, dim, size in pairs]
         spell_in_steps(node, reversed(steps) if last is aten.fft_rfft.default else steps)

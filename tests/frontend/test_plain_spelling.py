@@ -151,6 +151,13 @@ def test_a_transform_of_several_dims_is_one_of_each(name):
     assert found.stride() == expected.stride() and torch.allclose(found, expected)
 
 
+def test_the_inverse_of_real_numbers_is_not_marked_as_to_be_conjugated():
+    """As that of one dim is, which has no view as real numbers."""
+    gm, _ = after([Normalize()], lambda x: torch.view_as_real(torch.fft.ifftn(x, dim=1)), X.double())
+    (found,) = gm(*gm.meta["inputs"])
+    torch.testing.assert_close(found, torch.view_as_real(torch.fft.ifftn(X.double(), dim=1)))
+
+
 LONE = {
     "nd,md->n": "nd,d->n", "b h n d, b h m d -> b h n": "bhnd,bhd->bhn", "...nd,...md->...n": "...nd,...d->...n",
     "nd,dm->n": "nd,d->n", "ndk,m,mj->nk": "nk,m,m->nk",
