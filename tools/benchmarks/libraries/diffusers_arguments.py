@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ringopt.tools.benchmarks.libraries.first_that_fits import first_that_fits
+from ringopt.tools.benchmarks.libraries.seeded import normal
 
 Sizes = dict[str, Any]  # of a constructor
 Given = dict[str, Any]
@@ -59,7 +60,7 @@ def _latents(sizes: Sizes) -> list[Tensor]:
         (BATCH, FRAMES, channels, SIDE // 2, SIDE // 2), (BATCH, channels, TOKENS),
         (BATCH, FRAMES, SIDE // 2, SIDE // 2, channels),
     )  # fmt: skip
-    return [_normal(*shape) for shape in shapes]
+    return [normal(*shape) for shape in shapes]
 
 
 def _widths(sizes: Sizes) -> list[int]:
@@ -69,11 +70,11 @@ def _widths(sizes: Sizes) -> list[int]:
 
 
 def _captions(sizes: Sizes) -> list[Tensor]:
-    return [_normal(BATCH, CAPTION, width) for width in _widths(sizes)]
+    return [normal(BATCH, CAPTION, width) for width in _widths(sizes)]
 
 
 def _pooled(sizes: Sizes) -> list[Tensor]:
-    return [_normal(BATCH, width) for width in _widths(sizes)]
+    return [normal(BATCH, width) for width in _widths(sizes)]
 
 
 def _masks(sizes: Sizes) -> list[Tensor]:
@@ -100,10 +101,6 @@ def _ids(tokens: int) -> Callable[[Sizes], list[Tensor]]:
 
 def _guidances(sizes: Sizes) -> list[Tensor | None]:
     return [torch.tensor([3.0, 4.0], dtype=torch.float64)] if sizes.get("guidance_embeds") else [None]
-
-
-def _normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
 
 
 def _lumina_rope(sizes: Sizes) -> Tensor:
@@ -135,47 +132,47 @@ FORMS: tuple[tuple[str, Callable[[Sizes], list[Any]]], ...] = (
 # Arguments of a class that no rule makes, of its sizes.
 OWN: dict[str, Callable[[Sizes], Given]] = {
     "AceStepTransformer1DModel": lambda sizes: {
-        "hidden_states": _normal(BATCH, TOKENS, 64), "context_latents": _normal(BATCH, TOKENS, 128),
-        "encoder_hidden_states": _normal(BATCH, CAPTION, sizes["hidden_size"]),
+        "hidden_states": normal(BATCH, TOKENS, 64), "context_latents": normal(BATCH, TOKENS, 128),
+        "encoder_hidden_states": normal(BATCH, CAPTION, sizes["hidden_size"]),
     },
     "AnyFlowTransformer3DModel": lambda sizes: {
-        "timestep": _normal(BATCH, FRAMES).abs(), "r_timestep": _normal(BATCH, FRAMES).abs() / 2,
+        "timestep": normal(BATCH, FRAMES).abs(), "r_timestep": normal(BATCH, FRAMES).abs() / 2,
     },
-    "BriaFiboTransformer2DModel": lambda sizes: {"text_encoder_layers": [_normal(BATCH, CAPTION, TEXT)] * 4},
+    "BriaFiboTransformer2DModel": lambda sizes: {"text_encoder_layers": [normal(BATCH, CAPTION, TEXT)] * 4},
     "ErnieImageTransformer2DModel": lambda sizes: {"text_lens": LENGTHS},
     "GlmImageTransformer2DModel": lambda sizes: {
         "prior_token_id": torch.arange(TOKENS).expand(BATCH, -1), "prior_token_drop": torch.arange(BATCH) > 0,
     },
     "HunyuanVideo15Transformer3DModel": lambda sizes: {
-        "encoder_hidden_states_2": _normal(BATCH, CAPTION, TEXT), "image_embeds": _normal(BATCH, 8, TEXT),
+        "encoder_hidden_states_2": normal(BATCH, CAPTION, TEXT), "image_embeds": normal(BATCH, 8, TEXT),
         "encoder_attention_mask_2": _masks(sizes)[0],
     },
     "Kandinsky5Transformer3DModel": lambda sizes: {
-        "visual_rope_pos": ROPE, "text_rope_pos": torch.arange(CAPTION), "pooled_projections": _normal(BATCH, TEXT),
+        "visual_rope_pos": ROPE, "text_rope_pos": torch.arange(CAPTION), "pooled_projections": normal(BATCH, TEXT),
     },
-    "Kandinsky6Transformer3DModel": lambda sizes: {"visual_rope_pos": ROPE, "pooled_projections": _normal(BATCH, TEXT)},
+    "Kandinsky6Transformer3DModel": lambda sizes: {"visual_rope_pos": ROPE, "pooled_projections": normal(BATCH, TEXT)},
     "Krea2Transformer2DModel": lambda sizes: {
-        "encoder_hidden_states": _normal(BATCH, CAPTION, sizes["num_text_layers"], sizes["text_hidden_dim"]),
+        "encoder_hidden_states": normal(BATCH, CAPTION, sizes["num_text_layers"], sizes["text_hidden_dim"]),
         "position_ids": _ids(CAPTION + TOKENS)({})[0], "encoder_attention_mask": _masks(sizes)[1],
     },
     "LuminaNextDiT2DModel": lambda sizes: {
         "encoder_mask": _masks(sizes)[1], "image_rotary_emb": _lumina_rope(sizes), "cross_attention_kwargs": {},
     },
-    "MiniMaxMusic3RVQDepthDecoder": lambda sizes: {"inputs_embeds": _normal(BATCH, 12, sizes["hidden_size"])},
+    "MiniMaxMusic3RVQDepthDecoder": lambda sizes: {"inputs_embeds": normal(BATCH, 12, sizes["hidden_size"])},
     "PixArtTransformer2DModel": lambda sizes: {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}},
-    "PriorTransformer": lambda sizes: {"hidden_states": _normal(BATCH, TEXT)},
+    "PriorTransformer": lambda sizes: {"hidden_states": normal(BATCH, TEXT)},
     "T5FilmDecoder": lambda sizes: {
-        "encodings_and_masks": [(_normal(BATCH, CAPTION, sizes["d_model"]), _masks(sizes)[0])],
-        "decoder_input_tokens": _normal(BATCH, TOKENS, sizes["input_dims"]), "decoder_noise_time": _times(sizes)[0],
+        "encodings_and_masks": [(normal(BATCH, CAPTION, sizes["d_model"]), _masks(sizes)[0])],
+        "decoder_input_tokens": normal(BATCH, TOKENS, sizes["input_dims"]), "decoder_noise_time": _times(sizes)[0],
     },
     "TransformerTemporalModel": lambda sizes: {
-        "hidden_states": _normal(BATCH * FRAMES, TEXT, SIDE // 4, SIDE // 4), "num_frames": FRAMES,
+        "hidden_states": normal(BATCH * FRAMES, TEXT, SIDE // 4, SIDE // 4), "num_frames": FRAMES,
     },
     "WanVACETransformer3DModel": lambda sizes: {
-        "control_hidden_states": _normal(BATCH, sizes["vace_in_channels"], FRAMES, SIDE // 2, SIDE // 2),
+        "control_hidden_states": normal(BATCH, sizes["vace_in_channels"], FRAMES, SIDE // 2, SIDE // 2),
     },
     "ZImageTransformer2DModel": lambda sizes: {
-        "x": [_normal(sizes["in_channels"], 1, SIDE, SIDE)] * BATCH, "t": _times(sizes)[0],
-        "cap_feats": [_normal(int(length), TEXT) for length in LENGTHS],
+        "x": [normal(sizes["in_channels"], 1, SIDE, SIDE)] * BATCH, "t": _times(sizes)[0],
+        "cap_feats": [normal(int(length), TEXT) for length in LENGTHS],
     },
 }  # fmt: skip

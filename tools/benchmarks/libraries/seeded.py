@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,10 +23,27 @@ def seeded(make: Callable[..., Any], *given: Any, **sizes: Any) -> Any:
     return model
 
 
+def first_of(make: Callable[[Any], nn.Module], given: Callable[[nn.Module, Any], Any], forms: Iterable[Any]) -> Any:
+    """`make(form)` and `given(model, form)` of the first form for which that works, thinned where that does. Raises
+    ValueError where none does."""
+    failed: list[str] = []
+    for form, thin in itertools.product(forms, (True, False)):
+        try:
+            model = make(form)
+            return model, given(thinned(model) if thin else model, form)
+        except Exception as error:  # of whatever kind: the next form may be right
+            failed.append(f"{type(error).__name__}: {error}")
+    raise ValueError("; or ".join(dict.fromkeys(failed)))
+
+
 def images(side: int, frames: int = 0) -> Tensor:
     """Two images, or videos of so many frames, of random numbers."""
-    shape = (2, 3, frames, side, side) if frames else (2, 3, side, side)
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return normal(2, 3, frames, side, side) if frames else normal(2, 3, side, side)
+
+
+def normal(*shape: int) -> Tensor:
+    """Random numbers in float64."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
 
 
 def thinned(model: nn.Module) -> nn.Module:

@@ -4,7 +4,6 @@ that fits.
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
@@ -13,11 +12,11 @@ from typing import Any
 import torch.nn as nn
 
 from ringopt.tools.benchmarks.libraries.first_that_fits import Given, first_that_fits
-from ringopt.tools.benchmarks.libraries.seeded import images, seeded, thinned
+from ringopt.tools.benchmarks.libraries.seeded import first_of, images, seeded
 
 # Of sizes in the names of models, the smaller ones first.
 SMALL = (
-    "test_", "zepto", "atto", "femto", "pico", "nano", "xxs", "micro", "mini", "tiny", "_xs", "_xxt", "_s", "b0", "_t",
+    "test_", "zepto", "atto", "femto", "pico", "nano", "xxs", "micro", "mini", "tiny", "_xs", "_s", "b0", "_t",
     "18", "26", "small",
 )  # fmt: skip
 SIDES = (128, 160, 192, 224, 240, 256, 288, 384)  # of the image: the first that the model takes
@@ -44,13 +43,9 @@ def build(name: str) -> tuple[nn.Module, Given]:
     """The model and one batch of images. Raises ValueError where it takes none."""
     warnings.simplefilter("ignore")
     create: Any = import_module("timm").create_model
-    failed: list[str] = []
-    for side in SIDES:
-        for sizes, thin in itertools.product(({"img_size": side}, {}), (True, False)):
-            try:
-                model = seeded(create, name, num_classes=CLASSES, **sizes)
-                given = first_that_fits(thinned(model) if thin else model, {"x": [images(side)]})
-                return model, given
-            except Exception as error:  # of whatever kind: the next size may be right
-                failed.append(f"{type(error).__name__}: {error}")
-    raise ValueError("; or ".join(dict.fromkeys(failed)))
+    found: tuple[nn.Module, Given] = first_of(
+        lambda form: seeded(create, name, num_classes=CLASSES, **form[1]),
+        lambda model, form: first_that_fits(model, {"x": [images(form[0])]}),
+        [(side, sizes) for side in SIDES for sizes in ({"img_size": side}, {})],
+    )
+    return found

@@ -6,7 +6,6 @@ draw samples at random, and what is quantized.)
 from __future__ import annotations
 
 import inspect
-import itertools
 import warnings
 from importlib import import_module
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch.nn as nn
 
 from ringopt.tools.benchmarks.libraries.first_that_fits import Given, first_that_fits
-from ringopt.tools.benchmarks.libraries.seeded import images, seeded, thinned
+from ringopt.tools.benchmarks.libraries.seeded import first_of, images, seeded
 
 LEFT_OUT = ("quantization", "detection")
 CLASSES = 8
@@ -41,23 +40,19 @@ def kinds() -> list[str]:
 def build(name: str) -> tuple[nn.Module, Given]:
     """The model and one batch. Raises ValueError where it takes none."""
     warnings.simplefilter("ignore")
-    failed: list[str] = []
-    for (sizes, frames, side), thin in itertools.product(FORMS, (True, False)):
-        try:
-            model = seeded(_created, name, sizes)
-            given = _given(thinned(model) if thin else model, images(side, frames))
-            return model, given
-        except Exception as error:  # of whatever kind: the next form may be right
-            failed.append(f"{type(error).__name__}: {error}")
-    raise ValueError("; or ".join(dict.fromkeys(failed)))
+    found: tuple[nn.Module, Given] = first_of(
+        lambda form: seeded(_created, name, form[0]),
+        lambda model, form: _given(model, images(side=form[2], frames=form[1])),
+        FORMS,
+    )
+    return found
 
 
 def _created(name: str, sizes: dict[str, Any]) -> Any:
     builder: Any = import_module("torchvision.models").get_model_builder(name)
     asked = inspect.signature(builder).parameters
     nothing = {weights: None for weights in ("weights", "weights_backbone") if weights in asked}
-    few = {"aux_logits": False, "init_weights": True} if "inception" in name or name == "googlenet" else {}
-    return builder(**nothing, **sizes, **few, **({} if "flow" in builder.__module__ else {"num_classes": CLASSES}))
+    return builder(**nothing, **sizes, **({} if "flow" in builder.__module__ else {"num_classes": CLASSES}))
 
 
 def _given(model: Any, batch: Any) -> Given:

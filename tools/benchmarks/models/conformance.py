@@ -112,7 +112,7 @@ def shake(model: nn.Module) -> None:
 def _fewer_tokens(model: nn.Module, inputs: dict[str, Any]) -> list[dict[str, Any]]:
     """The call with a shorter sequence, of an odd length; none where there are no tokens, or the model does not take
     it."""
-    length = tokens.shape[-1] if (tokens := _tokens(inputs)) is not None else 0
+    length = tokens.shape[-1] if (tokens := words_of(inputs)) is not None else 0
     kept = length * 3 // 4 - 1
     if kept < 1:
         return []
@@ -124,10 +124,10 @@ def _fewer_tokens(model: nn.Module, inputs: dict[str, Any]) -> list[dict[str, An
     return [cut]
 
 
-def _tokens(inputs: dict[str, Any]) -> Tensor | None:
+def words_of(inputs: dict[str, Any]) -> Tensor | None:
     """The numbers of its words, by what libraries call them."""
     named = (inputs[name] for name in ("input_ids", "idx", "x") if name in inputs)
-    return next((one for one in named if one.dtype == torch.int64), None)
+    return next((one for one in named if isinstance(one, Tensor) and one.dtype == torch.int64), None)
 
 
 def _is_along(value: Any, length: int) -> bool:
@@ -268,7 +268,7 @@ def _distance(found: Sequence[Tensor | None], expected: Sequence[Tensor | None])
 
 
 def _figures(report: Report, inputs: dict[str, Any]) -> Row:
-    tokens = found.numel() if (found := _tokens(inputs)) is not None else None
+    tokens = found.numel() if (found := words_of(inputs)) is not None else None
     return {
         "share": report.sharded_fraction,
         "bytes": report.bytes_sent / tokens if tokens else None,
